@@ -61,7 +61,7 @@ DATA = ROOT / ".coverage.mutants"
 TIMES = ROOT / ".coverage.mutants.times"
 RESULTS = ROOT / ".mutants.jsonl"
 EXPLAINED = ROOT / "tests" / "mutants.md"
-BYTECODE = ROOT / ".coverage.mutants.bytecode"
+BYTECODE = ROOT / ".mutants.bytecode"  # `cover` deletes `.coverage.*`
 # Imported once, for all mutants. None of these may import the library.
 HEAVY = (
     "jax jax.numpy equinox optax hypothesis.extra.numpy numpy.testing pytest rich.table"

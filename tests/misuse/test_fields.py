@@ -125,12 +125,28 @@ def test_a_parameter_around_its_assignment(net, write):
     es.mutable(write)(net)
 
 
+class Around(es.Module):
+    linear: eqx.nn.Linear
+
+
+@fails(FROZEN, "`linear.weight` is a `Parameter`", "declare what it is")
+def test_a_layer_of_equinox_that_is_replaced():
+    first, second = (eqx.nn.Linear(2, 2, key=jr.key(n)) for n in range(2))
+    es.mutable(lambda m: setattr(m, "linear", second))(Around(first))
+
+
 class Constants(es.Module):
     table: es.Buffer
     net: es.Buffer[Net]
 
 
-@fails(FROZEN, "Constants.table`", "is a `Buffer`", "kinds=(es.State, es.Buffer)")
+@fails(
+    FROZEN,
+    "Constants.table`",
+    "is a `Buffer`",
+    "kinds=(es.State, es.Buffer)",
+    "declare what it is: `table: es.State`",
+)
 def test_a_buffer(net):
     es.mutable(lambda m: setattr(m, "table", 2 * m.table))(Constants(XS, net))
 

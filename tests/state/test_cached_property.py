@@ -58,6 +58,28 @@ def test_in_a_scope_a_cached_property_is_current_after_every_write(run):
         assert net.square == after
 
 
+def test_cached_properties_of_mixins_are_current():
+    class First:
+        @ft.cached_property
+        def first(self):
+            return self.n + 1
+
+    class Second:
+        @ft.cached_property
+        def second(self):
+            return self.n + 2
+
+    class Mixed(First, Second, es.Module):
+        n: es.State = 0
+
+    def run(model):
+        before = model.first, model.second
+        model.n = model.n + 10
+        return before, (model.first, model.second)
+
+    assert es.mutable(run)(Mixed())[0] == ((1, 2), (11, 12))
+
+
 def test_in_init_a_cached_property_is_current_after_every_assignment():
     class Late(es.Module):
         w: es.Parameter

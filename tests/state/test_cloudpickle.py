@@ -3,6 +3,7 @@
 Joblib, ray, dask and submitit use it for classes of `__main__` and of notebooks.
 """
 
+import copy
 import os
 import pickle
 import subprocess
@@ -108,7 +109,13 @@ def test_fields_that_are_set_after_the_creation_of_a_class(base):
     late = types.new_class("Net", (base,), exec_body=lambda body: None)
     for name in ("__annotations__", "__dataclass_fields__", "__init__"):
         setattr(late, name, vars(Net)[name])
-    # A plain module as `pickle` makes one: Equinox's `__init__` would fail.
-    new = late if base is es.Module else lambda x: object.__new__(late)
-    with pytest.raises(TypeError, match=r"`Net`, defined in .*from my_models import"):
-        es.parts(new(jnp.ones(())))
+    # As `pickle` makes one: Equinox's `__init__` would fail.
+    net, around = object.__new__(late), models.Net([])
+    object.__setattr__(around, "layers", [net])
+    is_ours = base is es.Module
+    for use in (
+        lambda: late(jnp.ones(())) if is_ours else es.parts(net),
+        lambda: copy.copy(net) if is_ours else copy.copy(around),
+    ):
+        with pytest.raises(TypeError, match=r"`Net`, defined in .*from my_models imp"):
+            use()

@@ -396,6 +396,51 @@ def test_new_values_must_not_depend_on_traced_values(run):
         model.init(0, jnp.ones(3), call=run)
 
 
+def test_a_transform_that_raises_creates_nothing():
+    class Shift(es.Module):
+        first: es.State | None = None
+
+    def run(model, xs):
+        with pytest.raises(ValueError, match="is created by `init` from values of a"):
+            es.vmap(lambda x: setattr(model, "first", x))(xs)
+        assert model.first is None
+        model.first = jnp.zeros(3)
+
+    assert Shift().init(0, jnp.ones(3), call=run).first.tolist() == [0, 0, 0]
+
+
+def test_a_module_that_is_created_in_a_transform_can_be_written():
+    class Lazy(es.Module):
+        inner: es.State[Dense] | None = None
+
+        def __call__(self, xs):
+            def create(x):
+                if self.initializing and self.inner is None:
+                    self.inner = Dense(3, jnp.ones((3, 3)))
+                return x
+
+            es.vmap(create)(xs)
+            return self.inner(xs)
+
+    model = Lazy().init(0, jnp.ones(3))
+    y, new = es.mutable(model)(jnp.ones(3))
+    assert (y == 3.0).all()
+    assert new.inner.calls == model.inner.calls + 1
+
+
+def test_a_list_of_numpy_arrays_that_replaces_an_array_has_arrays_of_jax():
+    class Lazy(es.Module):
+        stats: es.State = 0.0
+
+        def __call__(self, seen):
+            self.stats = [np.zeros(2)]
+            seen.append(self.stats[0])
+
+    seen = []
+    Lazy().init(0, seen)
+    assert isinstance(seen[0], jax.Array)
+
+
 def test_a_layer_that_takes_its_shapes_from_an_input():
     class Lazy(es.Module):
         w: es.Parameter | None = None

@@ -196,6 +196,17 @@ def test_removing_a_module_from_a_closed_over_list_is_an_error(transform):
         es.mutable(f)(Group())
 
 
+@through
+def test_a_module_that_a_transform_wrote_must_stay_in_the_model(transform):
+    def f(m):
+        transform(lambda m: m.layers[0].step())(m)
+        m.layers[0] = Counter(1)
+
+    lost = r"`layers\[0\]\.count` was written, but its module is no longer in the model"
+    with rejects(Group(), ValueError, lost):
+        es.mutable(f)(Group())
+
+
 def test_one_module_must_not_be_assigned_to_two_models():
     def f(m):
         def tie(a, b):

@@ -275,6 +275,19 @@ def test_a_jitted_function_inside_is_compiled_for_each_cast_around_it():
         es.mutable(lambda m: run(m))(layer)
 
 
+def test_of_equal_dtypes_inside_only_those_of_the_cast_can_hold_wider_ones():
+    @es.jit
+    def run(m, mean):
+        m.mean = mean
+
+    layer, mean = make_layer(), jnp.full(1, 1 / 3, jnp.float32)
+    _, new = es.mutable(lambda m: run(m, mean), cast={...: HALF})(layer)
+    assert new.mean == jnp.float32(HALF_OF_A_THIRD)
+    half = layer.replace(mean=layer.mean.astype(HALF), codes=layer.codes.astype(HALF))
+    with pytest.raises(ValueError, match=r"`mean` was changed from `bf16\[1\]` to `f3"):
+        es.mutable(lambda m: run(m, mean), cast=CAST)(half)
+
+
 def test_calls_nest():
     def outer(m, x):
         (y, inner), grads = es.value_and_grad(loss_fn, cast={es.Parameter: None})(m, x)

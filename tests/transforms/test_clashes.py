@@ -117,6 +117,28 @@ def test_state_that_is_written_both_ways_is_an_error(each):
         es.mutable(f)(Net())
 
 
+def add(layer, x):
+    layer.n = layer.n + x
+
+
+BOTH_WAYS = {
+    # Lanes with different states would be an error, too, but this is the reason.
+    "lanes": lambda m: es.vmap(
+        lambda layer, x: (add(layer, x), add(m.layers, x)), (None, 0)
+    )(m.layers, XS),
+    # Each branch alone writes it once.
+    "branches": lambda m: es.cond(
+        True, lambda layer: layer(1.0), lambda layer: m.layers(1.0), m.layers
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("f", BOTH_WAYS.values(), ids=BOTH_WAYS)
+def test_lanes_and_branches_that_write_a_state_both_ways_are_an_error(f):
+    with rejects(Net(), ValueError, r"`layers\.n` is reached twice"):
+        es.mutable(f)(Net())
+
+
 @each
 def test_a_write_through_the_closure_is_allowed_if_the_argument_is_only_read(each):
     def body(net, layer):

@@ -1,6 +1,7 @@
 """`es.custom_vjp`: `jax.custom_vjp`, for functions of modules that write state."""
 
 import dataclasses
+import functools as ft
 
 import equinox as eqx
 import jax
@@ -170,26 +171,29 @@ def test_only_the_function_or_rule_that_ran_writes_state(way):
 
 class Nested(es.Module):
     layer: Layer
+    ruled: es.State = 0
 
-    @es.custom_vjp
-    def __call__(self, x):
+    @ft.partial(es.custom_vjp, nondiff_argnums=2)
+    def __call__(self, x, by):
         return self.layer(x)
 
-    def _fwd(self, x):
-        self.layer.ruled = self.layer.ruled + 5
-        return self(x), None
+    def _fwd(self, x, by):
+        for _ in range(by):  # `by` remains a number
+            self.ruled = self.ruled + 1
+            self.layer.ruled = self.layer.ruled + 1
+        return self(x, by), None
 
-    __call__.defvjp(_fwd, lambda _, g: (None, 3 * g))
+    __call__.defvjp(_fwd, lambda by, _, g: (None, 3 * g))
 
 
 @kept_by_jax
 def test_modules_inside_are_written_also_if_the_rule_is_traced_after_the_call():
     def loss(net, x):
-        return jitted(net, x) * 2
+        return es.jit(lambda x: net(x, 5))(x) * 2
 
     grad = es.grad(loss, argnums=(0, 1))
     (_, by_x), (new, _) = grad(Nested(Layer()), X)
-    assert (by_x, new.layer.plain, new.layer.ruled) == (6.0, 1, 5)
+    assert (by_x, new.layer.plain, new.layer.ruled, new.ruled) == (6.0, 1, 5, 5)
 
 
 def scale(layer, x):

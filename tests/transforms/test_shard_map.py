@@ -153,7 +153,8 @@ def test_sown_values_are_differentiable_whether_devices_differ_or_not(checked):
         assert sown["shared"].shape == sown["own"].shape == (2,)
         return jnp.sum(sown["shared"]) + jnp.sum(sown["own"])
 
-    assert jax.grad(loss)(Scale()).weight == 2 * 2 * 3 + XS.sum()
+    grads = jax.jit(jax.grad(loss))(Scale())
+    assert grads.weight == 2 * 2 * 3 + XS.sum()
 
 
 @pytest.mark.parametrize("entry", [P(), "rules"])
@@ -168,9 +169,10 @@ def test_an_owned_module_in_the_arguments_draws_as_if_closed_over(entry):
     axes = {es.Rng: es.SPLIT, es.State: es.SPLIT} if entry == "rules" else entry
     model, xs = Keyed(jr.key(0)), jnp.ones(2)
     by_entry = mapped(lambda m, x: m(x), (axes, ROWS), ROWS)
-    y, new = es.mutable(by_entry)(model, xs)
+    y, new = es.jit(es.mutable(by_entry))(model, xs)
     assert y[0] != y[1]
-    expected, after = es.mutable(lambda m, x: mapped(m)(x))(model, xs)
+    closed_over = es.mutable(lambda m, x: mapped(m)(x))
+    expected, after = es.jit(closed_over)(model, xs)
     assert (y == expected).all()
     assert eqx.tree_equal(new, after)
 
@@ -187,7 +189,7 @@ def test_keys_in_arrays_and_legacy_keys_are_split():
             return x + jr.normal(keys[1, 1], x.shape) + jr.normal(key, x.shape)
 
     model = Keys(jr.split(jr.key(0), 3), jr.PRNGKey(1))
-    out, new = es.mutable(mapped(model))(jnp.zeros(2))
+    out, new = es.jit(es.mutable(mapped(model)))(jnp.zeros(2))
     assert out[0] != out[1]
     assert new.many.shape == (3,)
     assert (new.many != model.many).all()
@@ -204,7 +206,7 @@ def test_a_key_that_all_devices_assign_is_stored_and_an_unused_key_does_not_chan
         def run(norm, xs, mesh=mesh):
             return mapped(lambda xs: assign(norm, xs), mesh=mesh)(xs)
 
-        assert es.mutable(run)(Norm(), XS)[1].rng == jr.key(7)
+        assert es.jit(es.mutable(run))(Norm(), XS)[1].rng == jr.key(7)
     model = Norm()
     assert es.mutable(mapped(model))(XS)[1].rng is model.rng
 
@@ -373,7 +375,7 @@ def test_the_error_names_the_mesh_axes_that_are_not_reduced(reduced, axes, missi
     model = Norm(mean=jnp.zeros(2))
     ways = f"jax.lax.pmean(mean, {missing})", f"axes={{es.State: P({missing})}}"
     with rejects(model, ValueError, *map(re.escape, ways)):
-        es.mutable(run)(model, XS)
+        es.jit(es.mutable(run))(model, XS)
 
 
 def test_without_the_check_shared_state_is_not_written():
@@ -385,13 +387,13 @@ def test_without_the_check_shared_state_is_not_written():
     with rejects(
         model, ValueError, r"wrote `\['norm'\]\.mean`", r"axes=\{es\.BatchStat: P\(\)\}"
     ):
-        es.mutable(f)(model, XS)
+        es.jit(es.mutable(f))(model, XS)
     _, new = es.jit(es.mutable(lambda m, xs: f(m, xs, axes={es.State: P()})))(model, XS)
     assert (new["norm"].calls, new["norm"].mean) == (1, 1.75)
 
     def argument(spec):
         g = mapped(lambda norm, xs: norm(xs), (spec, ROWS), check_vma=False)
-        return es.mutable(lambda m, xs: g(m["norm"], xs))(model, XS)
+        return es.jit(es.mutable(lambda m, xs: g(m["norm"], xs)))(model, XS)
 
     with rejects(model, ValueError, "`es.shard_map.check_vma=False.`: .*is replicated"):
         argument(P())

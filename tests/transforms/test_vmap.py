@@ -125,6 +125,15 @@ def test_each_lane_has_its_own_key_and_the_key_of_the_model_advances_once(make):
     assert (twice.rng == new.rng).all()
 
 
+def test_state_that_has_the_form_of_a_legacy_key_is_shared():
+    class Pair(es.Module):
+        pair: es.State
+
+    pair = Pair(jnp.zeros(2, jnp.uint32))
+    ys, _ = es.mutable(lambda m: es.vmap(lambda x: m.pair)(jnp.zeros(3)))(pair)
+    assert (ys == 0).all()
+
+
 @reuses_keys
 def test_a_key_is_data_outside_a_scope_and_none_shares_it():
     def draws(axis):

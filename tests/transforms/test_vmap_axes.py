@@ -423,6 +423,13 @@ def test_axes_for_a_constant_beside_an_owned_module_are_an_error():
 
     with pytest.raises(ValueError, match=r"map `layers\[1\]\.weight` of the `Sequ"):
         es.mutable(f)(Noisy(jr.key(0)))
+    pair, xs = Pair(a=XS), jnp.ones((3, 3))
+
+    def g(model):  # `model` comes before `pair`
+        return es.vmap(lambda x: model.b * pair.a, axes={es.Parameter: 0})(xs)
+
+    with pytest.raises(ValueError, match="map `a` of the `Pair`"):
+        es.mutable(g)(Pair(a=XS))
 
 
 @reuses_keys

@@ -102,6 +102,25 @@ def test_numbers_and_weak_arrays_become_strong(form, value):
     assert is_strong(default().x)
 
 
+def test_init_reads_arrays_and_a_converter_gets_the_number():
+    def convert(x):
+        converted.append(x)
+        return x
+
+    class Mine(es.Module):
+        x: es.State
+        y: Array = es.field(kind=es.State, converter=convert)
+
+        def __init__(self):
+            self.x, self.y = 1, 2
+            assert is_strong(self.x)
+
+    converted: list[Any] = []
+    assert is_strong(Mine().y)
+    assert converted == [2]
+    assert type(converted[0]) is int
+
+
 def test_strong_arrays_are_stored_as_the_same_objects():
     cls = one_field("es.State")
     for value in (ONE, np.ones(2), jr.key(0), np.float32(1), jnp.arange(2)):
