@@ -33,6 +33,14 @@ def test_a_different_statistic_in_each_lane(net, transform):
     es.mutable(transform(es.vmap(averaged, (None, 0))))(net, XS)
 
 
+@fails(ValueError, '`self.stats = jax.lax.pmean(stats, "batch")`')
+def test_a_different_entry_of_a_dict_in_each_lane(net):
+    def note(net, x):
+        net.stats = {"last": x}
+
+    es.mutable(es.vmap(note, (None, 0)))(net, XS)
+
+
 @fails(
     ValueError,
     "the devices wrote different values to `mean`",
@@ -117,9 +125,14 @@ def test_the_result_of_a_scan_is_written_and_not_assigned(net):
     es.mutable(f)(net)
 
 
-@fails(TypeError, "must return a pair, `(carry, y)`", "return carry, None")
+@fails(TypeError, "must return a pair, `(carry, y)`", "returned `f32[]`", "carry, None")
 def test_a_body_that_returns_only_the_carry(net):
     es.scan(lambda c, x: net.eval()(x), 0.0, XS)
+
+
+@fails(TypeError, "must return a pair, `(carry, y)`", "returned `tuple of 3`")
+def test_a_body_that_returns_three_values(net):
+    es.scan(lambda c, x: (c, x, x), 0.0, XS)
 
 
 @pytest.mark.parametrize(

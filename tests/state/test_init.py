@@ -187,10 +187,11 @@ def test_filter_eval_shape():
     assert list(map(describe, es.parts(shapes))) == list(map(describe, es.parts(real)))
 
 
-def test_under_jit():
+@pytest.mark.parametrize("transform", [es.jit, es.checkpoint])
+def test_under_a_transform(transform):
     key = jr.key(0)
-    jitted, eager = es.jit(Lazy().init)(key), Lazy().init(key)
-    assert eqx.tree_equal(jitted, eager, rtol=1e-6)
+    transformed, eager = transform(Lazy().init)(key), Lazy().init(key)
+    assert eqx.tree_equal(transformed, eager, rtol=1e-6)
 
 
 USES = {

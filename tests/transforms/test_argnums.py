@@ -104,8 +104,9 @@ def test_a_model_that_is_passed_by_keyword_is_an_error():
     def step(model, x):
         return model(x)
 
-    for f in (step, eqx.filter_jit(step)):
-        shown = r"`es\.mutable\(step\)` was called without a positional argument"
+    functions = (step, "step"), (eqx.filter_jit(step), "step"), (lambda **_: 0, "f")
+    for f, name in functions:
+        shown = rf"`es\.mutable\({name}\)` was called without a positional argument"
         with pytest.raises(TypeError, match=shown):
             es.mutable(f)(model=Counter(), x=1.0)
 

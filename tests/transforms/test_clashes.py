@@ -95,6 +95,18 @@ def test_one_module_twice_with_equal_axes_is_updated_once():
     assert new.layers.n.tolist() == [2.0, 2.0, 2.0]
 
 
+def test_one_module_twice_and_another_one():
+    def f(net):
+        def call(a, b, other):
+            assert a is b
+            return a(1.0), other(1.0)
+
+        return es.checkpoint(call)(net[0], net[0], net[1])
+
+    _, new = es.mutable(f)([Layer(), Layer()])
+    assert [layer.n.tolist() for layer in new] == [[1.0] * 3, [1.0] * 3]
+
+
 @each
 def test_the_closure_sees_the_state_from_before_the_transform(each):
     def f(net):

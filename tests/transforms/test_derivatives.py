@@ -201,6 +201,9 @@ def test_integers_are_allowed_on_request_and_text_always():
     assert f(jnp.array(3), 2.0) == {"a": (None, 3.0)}
     with pytest.raises(TypeError, match="argument 0 has no inexact arrays"):
         es.jacrev(lambda n: 2 * n, allow_int=True)(jnp.array(3))
+    for jacobian in (es.jacfwd, es.jacrev):
+        with pytest.raises(TypeError, match="argument 0 has no inexact arrays"):
+            jacobian(lambda n, x: n * x, (0, 1))(jnp.array(3), 2.0)
     named, tangent = {"x": 2.0, "names": np.array(["a"])}, {"x": 1.0, "names": None}
     assert es.jvp(lambda d: d["x"] * 3.0, (named,), (tangent,)) == (6.0, 3.0)
 

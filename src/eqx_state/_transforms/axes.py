@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from .._kinds.kinds import Rng, State
 from .._state.scope import is_owned, Ownership
 from .._tree.base import ownership_of
+from .._tree.context import Context
 from .._tree.dtypes import is_traceable
 from .._tree.keys import is_key, is_typed
 from .._tree.rules import check_rules, is_rules, RuleMatcher
@@ -190,22 +191,21 @@ class FunctionAxes:
         self.by_slot: dict[int, Any] = {}
         for visit in leaves(f, is_leaf=is_model):
             if is_model(visit.node):
-                self.axes += self._axes_of(visit.node, visit)
+                self.axes += self._axes_of(visit.node, visit.context)
             else:  # an array outside of modules
                 is_shared = is_traceable(visit.node)
                 self.axes.append(transform.shared if is_shared else None)
         for root in lifted.roots:
             if not root.is_copy and {*root.slots} - self.by_slot.keys():
-                start = Visit((), root.module, root.ownership.context, True)
-                self._axes_of(root.module, start)
+                self._axes_of(root.module, root.ownership.context)
         if self.rules:
             self._check_constants(f)
 
-    def _axes_of(self, model: Any, start: Visit) -> list[Any]:
+    def _axes_of(self, model: Any, context: Context) -> list[Any]:
         """The axis of each leaf of a model; `None` for an owned module in it."""
         axes, key_of = [], self.matcher.bind(model)
         axis_by_rule = self.transform.axis_by_rule
-        for visit in leaves(model, (), start.context, is_leaf=is_owned):
+        for visit in leaves(model, (), context, is_leaf=is_owned):
             axes.append(axis_by_rule(visit, self.rules, key_of(visit)))
             if is_owned(visit.node):
                 ownership = ownership_of(visit.node)

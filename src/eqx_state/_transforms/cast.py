@@ -62,9 +62,7 @@ class CastCodec(Codec):
         return as_inside(old, new, self.outer.get(path))
 
     def restore(self, new: Any, given: Any) -> Any:
-        if not _is_real(new) or not is_array(given):
-            return new
-        return new.astype(canonical(given.dtype))
+        return new.astype(canonical(given.dtype)) if _is_real(new) else new
 
 
 def _is_real(x: Any) -> bool:

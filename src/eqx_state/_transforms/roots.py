@@ -45,7 +45,7 @@ class Root:
     ownership: Ownership
     traversal: Traversal
     slots: range
-    has_strays: bool = False
+    has_strays: bool = dataclasses.field(init=False)  # `fields_in` sets it
 
     @property
     def is_copy(self) -> bool:
