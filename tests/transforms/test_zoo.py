@@ -393,9 +393,8 @@ def test_a_model_under_a_transform_equals_its_version_by_hand(
     if is_jitted:
         step = es.jit(eqx.debug.assert_max_traces(step, max_traces=1))
     model, by_hand = run.start(), run.start()
-    if (
-        program == "shard_map"
-    ):  # else the sharding of the model changes, and JAX retraces
+    if program == "shard_map":
+        # Replicate it first. Otherwise its sharding changes, and JAX retraces.
         model = eqx.filter_shard(model, jax.NamedSharding(MESH, P()))
     for xs in run.inputs():
         result, expected = step(model, xs), run.by_hand(by_hand, xs)
