@@ -44,7 +44,7 @@ jax.config.update("jax_disable_most_optimizations", True)
 # Linux allows 65,530 memory maps per process. XLA uses several for each compiled
 # program, and aborts the process when there are none left.
 MAPS = Path("/proc/self/maps")
-MANY_MAPS = 30_000
+MANY_MAPS = 40_000
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
