@@ -221,13 +221,11 @@ if _t.TYPE_CHECKING:
     from ._sharding.axis_names import axis_names as axis_names
     from ._sharding.sharding import sharding as sharding
     from ._transforms.custom_vjp import custom_vjp as custom_vjp
-    from ._transforms.derivatives import (
+    from ._transforms.derivatives import jvp as jvp, linearize as linearize, vjp as vjp
+    from ._transforms.jacobians import (
         hessian as hessian,
         jacfwd as jacfwd,
         jacrev as jacrev,
-        jvp as jvp,
-        linearize as linearize,
-        vjp as vjp,
     )
     from ._transforms.shard_map import shard_map as shard_map
 else:
@@ -248,7 +246,8 @@ else:
         "._sharding.axis_names": "axis_names",
         "._sharding.sharding": "sharding",
         "._transforms.custom_vjp": "custom_vjp",
-        "._transforms.derivatives": "hessian jacfwd jacrev jvp linearize vjp",
+        "._transforms.derivatives": "jvp linearize vjp",
+        "._transforms.jacobians": "hessian jacfwd jacrev",
         "._transforms.shard_map": "shard_map",
     }
     _LATER = {name: module for module in _MODULES for name in _MODULES[module].split()}

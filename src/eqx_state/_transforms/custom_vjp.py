@@ -22,8 +22,8 @@ from .._tree.unbuilt import fields_of
 from .._tree.walk import is_array, leaves, walk
 from .._typing import P, R
 from .cut import cut, is_traced
-from .derivatives import PureCall
 from .lift import Ran
+from .primal import PureCall
 from .reach import models_in
 from .roots import Values
 from .target import positions
