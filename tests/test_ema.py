@@ -71,6 +71,7 @@ DECAYS = {
 @pytest.mark.parametrize(("decay", "decays"), DECAYS.values(), ids=list(DECAYS))
 def test_it_equals_the_formula(decay, decays, debias):
     expected = formula([net.weight for net in NETS], decays, debias)
+    assert jax.tree.leaves(es.Ema(decay, debias=debias)) == []
     update = es.jit(lambda ema, net: ema.update(net))
     for ema in (
         averaged(es.Ema(decay, debias=debias), NETS, update),

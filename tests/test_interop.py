@@ -174,6 +174,12 @@ def test_inference_mode_is_eval_mode():
     assert same_values(state, model)
 
 
+def test_the_flag_alone_switches_the_model():
+    layer, state = es.to_equinox(es.nn.BatchNorm(3))
+    layer = eqx.tree_at(lambda layer: layer.inference, layer, replace=True)
+    assert close(layer(data(0), state)[0], es.nn.BatchNorm(3).eval()(data(0)))
+
+
 def test_a_model_converted_in_eval_mode_can_train():
     layer, state = es.to_equinox(es.nn.BatchNorm(3).eval())
     assert layer.inference

@@ -142,6 +142,12 @@ def test_static_values_that_compare_equal_have_different_programs():
 # --- Unhashable -----------------------------------------------------------------------
 
 
+def test_the_place_of_a_leaf_matters():
+    same, x = es.jit(lambda tree: tree), jnp.ones(2)
+    for tree in ([x, []], [[], x], [[x], []], [x, []]):
+        assert jtu.tree_structure(same(tree)) == jtu.tree_structure(tree)
+
+
 class Options:
     """Compared by value, and not hashable."""
 

@@ -1,5 +1,6 @@
 """Generics: the values of type variables, and starred tuples."""
 
+import types
 import typing
 from typing import Generic, TypeVar, Unpack
 
@@ -62,6 +63,20 @@ def test_the_bound_of_a_type_variable(base):
 
     assert kinds(Model(ONE, ONE)) == {"a": es.State, "b": es.BatchStat}
     assert kinds(Narrowed(ONE, ONE)) == {"a": es.Rng, "b": es.BatchStat}
+
+
+def test_an_attribute_of_a_module_that_is_still_being_imported(monkeypatch):
+    late = types.ModuleType("late")
+    monkeypatch.setitem(globals(), "late", late)
+
+    class Model(es.Module):
+        x: "late.Cache"
+
+    with pytest.raises(TypeError, match="Model.x` decides the kind.*resolved"):
+        es.parts(Model(ONE))
+    late.Cache = type("Cache", (es.State,), {})
+    monkeypatch.setitem(globals(), "defined_after", late)
+    assert kinds(Model(ONE)) == {"x": late.Cache}
 
 
 def test_a_bound_that_is_defined_later(monkeypatch):

@@ -41,7 +41,7 @@ def linear(key: int = 0) -> eqx.nn.Linear:
 @pytest.mark.parametrize(
     ("text", "shape", "names"),
     [
-        ("#mlp ?embed", (3, 2), ("mlp", "embed")),
+        ("#mlp ?model_dim", (3, 2), ("mlp", "model_dim")),
         ("", (), ()),
         # Sizes and expressions are not names.
         ("rows=3 embed", (3, 2), (None, "embed")),

@@ -61,9 +61,11 @@ def test_an_array_default_is_copied_and_may_be_replaced():
 def test_a_class_variable_is_not_a_field(annotation):
     class Mine(es.Module):
         table: annotation = ONE
+        kind: annotation = es.State  # without `ClassVar` this is an error
         a: es.State = 0
 
     assert Mine.table is ONE
+    assert Mine.kind is es.State
     assert Mine().table is ONE
     assert len(jax.tree.leaves(Mine())) == 1
 
