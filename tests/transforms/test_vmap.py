@@ -110,9 +110,15 @@ def test_a_value_that_becomes_an_array_in_a_lane_is_an_error():
 # --- Keys ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("make", [jr.key, jr.PRNGKey], ids=["typed", "legacy"])
 @reuses_keys
-def test_each_lane_has_its_own_key_and_the_key_of_the_model_advances_once(make):
+def test_each_lane_has_its_own_key_and_the_key_of_the_model_advances_once(make, impl):
+    with jax.default_prng_impl(impl):
+        check_each_lane_has_its_own_key(make)
+
+
+def check_each_lane_has_its_own_key(make):
     model = Noisy(make(0))
     y, new = es.mutable(es.vmap(model))(jnp.zeros(4))
     assert len(set(y.tolist())) == 4
