@@ -71,6 +71,17 @@ def test_a_small_model():
     assert "Vmap" in es.tabulate(es.vmap(lambda x: x))
 
 
+def test_the_row_of_the_model_has_the_call_of_a_method():
+    class Encoder(es.Module):
+        linear: eqx.nn.Linear
+
+        def encode(self, x):
+            return self.linear(x)
+
+    rows = cells(es.tabulate(Encoder(linear()).encode, jnp.ones(2)))
+    assert rows[""][:3] == ["Encoder", "f32[2]", "f32[3]"]
+
+
 def test_nothing_is_cut_or_colored(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")

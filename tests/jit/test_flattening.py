@@ -170,6 +170,21 @@ def test_a_plan_refuses_every_other_tree(one, other):
     raise AssertionError(found)
 
 
+def nodes_of(n):
+    """Nodes with `n` arrays."""
+    xs = [jnp.ones(())] * n
+    return [xs, (*xs,), dict(enumerate(xs)), {f"x{i}": x for i, x in enumerate(xs)}]
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_a_plan_refuses_a_node_with_more_or_fewer_children(num):
+    for more in (num - 1, num + 1):
+        for one, other in zip(nodes_of(num), nodes_of(more), strict=True):
+            for a, b in ((one, other), ([one, one], [one, other])):
+                with pytest.raises((Mismatch, KeyError)):
+                    ArgumentFlattener(a, origin)(b)
+
+
 def test_jax_builds_a_tree_that_is_too_deep_for_generated_code():
     tree = x = np.ones(2, np.float32)
     for _ in range(700):

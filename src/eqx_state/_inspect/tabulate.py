@@ -404,7 +404,7 @@ def _size(arrays: Iterable[Any], whole: int = 0) -> str:
     return f"{count} ({size}){share}"
 
 
-def _sums(arrays: Iterable[Any], whole: int = 0) -> tuple[str, str, str]:
+def _sums(arrays: Iterable[Any], whole: int) -> tuple[str, str, str]:
     """The numbers of elements and bytes; for a typed key, the bytes of its data.
 
     If `whole` is not 0, also their share of this number of elements.
