@@ -111,6 +111,7 @@ def test_a_decay_that_is_1_in_the_dtype_of_the_average_is_an_error():
         ValueError, match=r"es\.Ema\(0\.99999999\)`: in float32.*0\.9999"
     ):
         es.Ema(0.99999999).init(NETS[0])
+    es.Ema(1 - 2.0**-23).init(NETS[0])  # the nearest to 1 that works
     with jax.enable_x64(True):
         x = jnp.arange(5, dtype=jnp.float64)
         ema = averaged(es.Ema(0.99999999), list(x))

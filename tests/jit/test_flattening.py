@@ -200,6 +200,22 @@ def test_jax_builds_a_tree_that_is_too_deep_for_generated_code():
 # --- Through `es.jit` -----------------------------------------------------------------
 
 
+def test_a_module_that_is_too_deep_for_generated_code():
+    class Deep(es.Module):
+        xs: es.State
+        deep: list
+
+    deep: list[Any] = []
+    for _ in range(700):
+        deep = [deep]
+    model = Deep([jnp.ones(2)] * 12, deep)
+    double = es.jit(lambda model: jax.tree.map(lambda x: 2 * x, model))
+    for _ in range(3):
+        new = double(model)
+        assert jax.tree.structure(new) == jax.tree.structure(model)
+        assert (new.xs[11] == 2).all()
+
+
 class Block(es.Module):
     leaf: Leaf
     plain: Plain

@@ -310,6 +310,24 @@ def test_a_class_keeps_only_the_names_that_its_annotations_need():
     assert data() is None
 
 
+def test_names_of_callers_are_not_found():
+    def make():
+        class Model(es.Module):
+            x: "OfCaller"  # noqa: F821
+
+        return Model
+
+    def call():
+        class OfCaller(es.State):
+            pass
+
+        return make(), OfCaller
+
+    model, _ = call()
+    with pytest.raises(TypeError, match=r"Model\.x` decides the kind.*resolved"):
+        es.parts(model(ONE))
+
+
 def test_a_missing_name_is_looked_up_once(base, monkeypatch):
     fields = "\n".join(f"    f{i}: 'X{i}'" for i in range(30))
     namespace = {"base": base, "__name__": __name__}

@@ -91,6 +91,7 @@ def test_two_optimizers_with_the_same_rules_are_equal():
     assert jtu.tree_structure(a) == jtu.tree_structure(b)
     assert a.tx != es.Optimizer({BIAS: txs[1], ...: txs[0]}).tx
     assert "es.path_matches('*.bias')" in repr(a)
+    assert "_made_for" not in repr(a)
 
 
 def test_filters_that_print_the_same_are_different_groups():

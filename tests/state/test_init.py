@@ -194,6 +194,11 @@ def test_under_a_transform(transform):
     assert eqx.tree_equal(transformed, eager, rtol=1e-6)
 
 
+def test_a_lazy_model_may_be_an_argument_of_jit():
+    init = es.jit(lambda model, key: model.init(key))
+    assert eqx.tree_equal(init(Lazy(), jr.key(0)), Lazy().init(0), rtol=1e-6)
+
+
 USES = {
     "mutable": lambda net, x: es.mutable(net)(x),
     "jit": lambda net, x: es.jit(net)(x),

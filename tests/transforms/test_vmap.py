@@ -135,9 +135,12 @@ def test_state_that_has_the_form_of_a_legacy_key_is_shared():
     class Pair(es.Module):
         pair: es.State
 
-    pair = Pair(jnp.zeros(2, jnp.uint32))
-    ys, _ = es.mutable(lambda m: es.vmap(lambda x: m.pair)(jnp.zeros(3)))(pair)
-    assert (ys == 0).all()
+    class Seed(es.Module):
+        pair: es.Rng  # a number, and no key
+
+    for model in (Pair(jnp.zeros(2, jnp.uint32)), Seed(jnp.uint32(0))):
+        ys, _ = es.mutable(lambda m: es.vmap(lambda x: m.pair)(jnp.zeros(3)))(model)
+        assert (ys == 0).all()
 
 
 @reuses_keys

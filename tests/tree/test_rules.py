@@ -153,7 +153,7 @@ def test_a_misspelled_name_inside_a_filter_is_an_error(name):
     model, use = es.nn.BatchNorm(3), USES[name]
     for wrong in (es.not_(TYPO), es.not_(es.any_of(TYPO, es.not_(TYPO)))):
         with pytest.raises(ValueError, match=rf"`{name}.*wieght.*names: `weight`"):
-            use(model, es.all_of(es.trainable, wrong))
+            use(model, es.all_of(es.trainable, es.Parameter, wrong))
     # Some of several names may be those of other models.
     use(model, es.all_of(es.trainable, es.any_of(TYPO, es.path_matches("weight"))))
     use(model, es.all_of(es.trainable, es.not_(es.path_matches("bias"))))

@@ -256,7 +256,7 @@ class _Row:
     path: KeyPath
     module: str
     level: int
-    is_sum: bool = False  # counts all arrays below, without names or rows
+    is_sum: bool  # counts all arrays below, without names or rows
     entries: list[_Entry] = dataclasses.field(default_factory=list)
 
     @property

@@ -93,10 +93,7 @@ def is_plain(module: eqx.Module, origin: Any) -> bool:
             return is_ours or not node.is_static
         return not isinstance(node, Node) and all(map(is_one, node.below))
 
-    try:
-        return is_one(_Finder().find(module))
-    except RecursionError:
-        return False
+    return is_one(_Finder().find(module))
 
 
 # Python raises these errors for a tree, or for code, that is nested too deep.
