@@ -160,6 +160,18 @@ def test_an_array_assigned_to_a_different_field_has_its_cast_value():
     assert new.mean.tolist() == [1.0, HALF_OF_A_THIRD]
 
 
+def test_an_array_in_the_place_of_a_text_has_no_dtype_to_return_to():
+    class Noted(es.Module):
+        weight: es.Parameter
+        note: es.State = "cold"
+
+    def run(m):
+        m.note = m.weight
+
+    _, new = es.mutable(run, cast=CAST)(Noted(jnp.ones(2)))
+    assert new.note.dtype == HALF
+
+
 def test_numpy_arrays():
     class Holder(es.Module):
         weight: es.Parameter

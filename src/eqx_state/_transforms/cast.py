@@ -62,7 +62,9 @@ class CastCodec(Codec):
         return as_inside(old, new, self.outer.get(path))
 
     def restore(self, new: Any, given: Any) -> Any:
-        return new.astype(canonical(given.dtype)) if _is_real(new) else new
+        if not _is_real(new) or not is_array(given):
+            return new
+        return new.astype(canonical(given.dtype))
 
 
 def _is_real(x: Any) -> bool:
