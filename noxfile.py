@@ -131,13 +131,6 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session
-def soak(session: nox.Session) -> None:
-    """Train for half an hour, with constant memory and without recompiling."""
-    session.install(".[io]", *groups("bench"))
-    session.run("python", "benchmarks/soak.py", *session.posargs)
-
-
-@nox.session
 def package(session: nox.Session) -> None:
     """Build the archives of a release in `dist`, and check them."""
     session.install(*groups("package"))

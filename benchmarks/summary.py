@@ -22,7 +22,6 @@ SCRIPTS = {
         "--depths 10 20 50 200 --deep 50 200 1000",
         "--depths 5 20 --deep 50 200 --steps 40 --turns 5 --waits 3",
     ),
-    "jit_arguments": ("", "--rounds 20"),
     "refs": ("", "--rounds 20"),
     "tracing": (
         "--depths 50 200 --rounds 5",

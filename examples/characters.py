@@ -31,7 +31,7 @@ LENGTH, WIDTH = 64, 96
 EVERY = 100  # steps between two evaluations
 
 
-# %% The model.
+# %% The model
 class Writer(es.Module):
     embedding: eqx.nn.Embedding
     cell: eqx.nn.GRUCell
@@ -61,7 +61,7 @@ def loss_fn(model: Writer, texts: Int[Array, "b t+1"]) -> Float[Array, ""]:
     return jnp.mean(losses)
 
 
-# %% The optimizer, and one training step.
+# %% The optimizer, and one training step
 def make_optimizer(rate: float) -> es.Optimizer:
     adamw = optax.inject_hyperparams(
         optax.adamw, static_args=("b1", "b2"), hyperparam_dtype=jnp.float32
@@ -87,7 +87,8 @@ def step(model: Writer, optimizer: es.Optimizer, ema: es.Ema, texts):
 evaluate = es.jit(loss_fn)
 
 
-# %% Train. Halve the learning rate if the averaged model improves too little.
+# %% Train
+# Halve the learning rate if the averaged model improves too little.
 def train(model: Writer, text, tests, steps: int, rate: float):
     optimizer, ema = make_optimizer(rate).init(model), es.Ema(0.99).init(model)
     rng = np.random.default_rng(0)
@@ -108,7 +109,7 @@ def train(model: Writer, text, tests, steps: int, rate: float):
     return ema.model.eval(), curves, rates
 
 
-# %% The text: nine of ten paragraphs for training, the rest held out.
+# %% The text: nine of ten paragraphs for training, the rest held out
 def load_text() -> tuple[str, str]:
     text = "\n".join(topics[name] for name in sorted(topics))
     parts = "".join(c for c in text if c.isascii()).split("\n\n")

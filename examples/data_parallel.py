@@ -15,7 +15,8 @@ Run `python examples/data_parallel.py [output.png]`; it takes under a minute on 
 cores.
 """
 
-# %% Create eight virtual devices, before JAX starts. Omit this if you have eight.
+# %% Create eight virtual devices, before JAX starts
+# Omit this if you have eight.
 import os
 
 
@@ -40,7 +41,7 @@ import eqx_state as es
 BATCH_SIZE = 96
 
 
-# %% The network and the step, as for one device.
+# %% The network and the step, as for one device
 def make_net(key: Key[Array, ""]) -> eqx.nn.Sequential:
     first, second, dropout, last = jr.split(key, 4)
     relu = eqx.nn.Lambda(jax.nn.relu)
@@ -70,8 +71,9 @@ def step(model, optimizer, images, labels):
     return loss, model, optimizer
 
 
-# %% Place the arrays: the network and the optimizer's state on every device, and a part
-# of each batch on each. JAX does the rest.
+# %% Place the arrays
+# The network and the optimizer's state on every device, and a part of each batch on
+# each. JAX does the rest.
 def on_each(devices, tree):
     places = es.spec(tree, {...: NamedSharding(Mesh(devices, "devices"), P())})
     arrays, rest = eqx.partition(tree, eqx.is_array)
@@ -100,7 +102,7 @@ def train(devices, images, labels, epochs: int):
     return np.array(losses), model, optimizer, batch
 
 
-# %% Train on one device and on eight, and compare.
+# %% Train on one device and on eight, and compare
 def main(path=None, *, epochs=20, at_least=0.95) -> float:
     """The test accuracy of the network that was trained on eight devices."""
     digits = load_digits()

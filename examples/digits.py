@@ -32,8 +32,9 @@ import eqx_state as es
 BATCH_SIZE = 96
 
 
-# %% The model. The layers of `es.nn` declare the kinds of their fields. The weights of
-# Equinox's layers are parameters without a declaration.
+# %% The model
+# The layers of `es.nn` declare the kinds of their fields. The weights of Equinox's
+# layers are parameters without a declaration.
 class Net(es.Module):
     average: es.Buffer[Float[Array, "1 8 8"]]  # a constant: not trained, not written
     layers: eqx.nn.Sequential
@@ -65,7 +66,7 @@ class Net(es.Module):
         return self.layers(image - self.average)
 
 
-# %% One training step.
+# %% One training step
 def loss_fn(model: Net, images: Float[Array, "b 1 8 8"], labels: Int[Array, " b"]):
     logits = es.vmap(model, axis_name="batch")(images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -84,7 +85,7 @@ def predict(model: Net, images: Float[Array, "b 1 8 8"]) -> Int[Array, " b"]:
     return jnp.argmax(jax.vmap(model.eval())(images), axis=1)
 
 
-# %% Train one model.
+# %% Train one model
 def train(model: Net, optimizer, images, labels, epochs: int, seed: int):
     """The trained model, its optimizer, and the loss after each epoch."""
     steps = len(images) // BATCH_SIZE
@@ -99,7 +100,7 @@ def train(model: Net, optimizer, images, labels, epochs: int, seed: int):
     return model, optimizer, losses
 
 
-# %% Train and test one model for each seed.
+# %% Train and test one model for each seed
 def main(path=None, *, seeds=(0, 1, 2), epochs=20, at_least=0.98):
     """The test accuracy of the model of each seed."""
     digits = load_digits()

@@ -35,7 +35,7 @@ FOLDS, MEMBERS, WIDTH = 5, 10, 32
 LEVELS = np.linspace(0.05, 0.95, 19)
 
 
-# %% One network, for one patient.
+# %% One network, for one patient
 class Net(es.Module):
     first: eqx.nn.Linear
     norm: es.nn.BatchNorm
@@ -58,7 +58,7 @@ class Net(es.Module):
         return mean, jax.nn.softplus(spread) + 1e-3
 
 
-# %% All networks, mapped over the folds, the members and the patients.
+# %% All networks, mapped over the folds, the members and the patients
 def predict(nets: Net, xs: Float[Array, "f m n 10"]) -> tuple[Array, Array]:
     """The means and the variances, each of shape `(folds, members, patients)`."""
     of_one = es.vmap(nets, axis_name="patients")
@@ -81,7 +81,7 @@ def step(nets, optimizer, xs, ys):
     return loss, nets, optimizer
 
 
-# %% Train all of them at once.
+# %% Train all of them at once
 def train(xs, ys, steps: int) -> Net:
     keys = jr.split(jr.key(0), (FOLDS, MEMBERS))
     nets = eqx.filter_vmap(eqx.filter_vmap(lambda key: Net(key=key)))(keys)
@@ -93,7 +93,7 @@ def train(xs, ys, steps: int) -> Net:
     return nets
 
 
-# %% The ensemble's prediction: the mean and the variance of the mixture of its members.
+# %% The ensemble's prediction: the mean and the variance of the mixture of its members
 def mix(means: Float[Array, "f m n"], variances: Float[Array, "f m n"]):
     mean = jnp.mean(means, axis=1)
     return mean, jnp.mean(variances + means**2, axis=1) - mean**2
@@ -105,7 +105,7 @@ def coverage(mean: Array, variance: Array, y: Array) -> Float[np.ndarray, " leve
     return np.array([np.mean(inside <= level) for level in LEVELS])
 
 
-# %% Train, and predict for each patient with networks that were trained without them.
+# %% Train, and predict for each patient with networks that were trained without them
 def main(path=None, *, steps=130, tolerance=0.06) -> float:
     """The largest difference between a level and the share of true values within."""
     xs, ys = load_diabetes(return_X_y=True)

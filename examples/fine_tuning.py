@@ -34,7 +34,7 @@ BATCH_SIZE, SHOTS = 50, 50
 HALF = {es.Parameter: jnp.bfloat16}
 
 
-# %% The pretrained network: plain Equinox, without this library.
+# %% The pretrained network: plain Equinox, without this library
 class Features(eqx.Module):
     layers: list[eqx.nn.Linear]
 
@@ -51,7 +51,7 @@ class Features(eqx.Module):
         return image
 
 
-# %% Our model around it: a normalization with running statistics, and a new head.
+# %% Our model around it: a normalization with running statistics, and a new head
 class Classifier(es.Module):
     features: Features
     norm: es.nn.BatchNorm
@@ -66,7 +66,7 @@ class Classifier(es.Module):
         return self.head(self.norm(self.features(image)))
 
 
-# %% One training step, in half precision.
+# %% One training step, in half precision
 def loss_fn(model: Classifier, images: Float[Array, "b 64"], labels: Int[Array, " b"]):
     logits = es.vmap(model, axis_name="batch")(images.astype(jnp.bfloat16))
     logits = logits.astype(jnp.float32)
@@ -99,7 +99,7 @@ def train(model: Classifier, tx: Any, data: Any, steps: int):
     return curve, model, optimizer
 
 
-# %% Train on the digits 0 to 4, then on 5 to 9 in three ways.
+# %% Train on the digits 0 to 4, then on 5 to 9 in three ways
 def trained(model: Classifier) -> int:
     return sum(part.value.size for part in es.parts(model) if es.trainable(part))
 

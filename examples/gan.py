@@ -35,7 +35,7 @@ BATCH_SIZE, CRITIC_STEPS, POWER_ITERATIONS = 64, 4, 3
 LATENT, WIDTH, PIXELS = 32, 256, 64
 
 
-# %% The two networks.
+# %% The two networks
 class Generator(es.Module):
     noise: es.RngStream
     layers: eqx.nn.Sequential
@@ -81,7 +81,7 @@ class Critic(es.Module):
         return self.layers[-1](x)
 
 
-# %% One step: train the critic on several batches, then the generator on the critic.
+# %% One step: train the critic on several batches, then the generator on the critic
 def generate(generator: Generator, size: int = BATCH_SIZE) -> Float[Array, "b 64"]:
     return es.vmap(generator, axis_name="batch", axis_size=size)()
 
@@ -109,7 +109,7 @@ def step(models, optimizers, average: es.Ema, real: Float[Array, "n b 64"]):
     return loss, (generator, critic), (for_generator, for_critic), average
 
 
-# %% Train.
+# %% Train
 def train(models, images, steps: int):
     """The estimates of the distance, the averaged generator, and the critic."""
     # Reduce the critic's learning rate to zero, so that its singular vectors can catch
@@ -132,7 +132,7 @@ def train(models, images, steps: int):
     return np.array(estimates), average.model, critic
 
 
-# %% Measure the critic's layers, and the distance of samples to real images.
+# %% Measure the critic's layers, and the distance of samples to real images
 def spectral_norm(layer: es.nn.Stateful) -> float:
     """The largest singular value of the matrix that the critic uses."""
     norm = layer.layer
@@ -149,7 +149,7 @@ def frechet_distance(xs: Float[np.ndarray, "n d"], ys: Float[np.ndarray, "m d"])
     return float(means + np.trace(a) + np.trace(b) - 2 * overlap)
 
 
-# %% Train, draw samples, and classify them.
+# %% Train, draw samples, and classify them
 def main(path=None, *, steps=1000, least_share=0.03, closer=10.0, norm=1.05):
     """The Fréchet distance of samples to real digits, in 20 principal components."""
     digits = load_digits()

@@ -18,7 +18,8 @@ Run `python examples/gpt.py [output.png]`; it takes under three minutes on two c
 The file needs the extra `io`.
 """
 
-# %% Create eight virtual devices, before JAX starts. Omit this if you have eight.
+# %% Create eight virtual devices, before JAX starts
+# Omit this if you have eight.
 import os
 
 
@@ -56,7 +57,8 @@ TABLE = {"vocabulary": "model", "heads": "model", "mlp": "model", "width": "data
 CAST = {es.under(lambda model: model.blocks): jnp.bfloat16}
 
 
-# %% The model. Annotations name the axes, including those of Equinox's layers.
+# %% The model
+# Annotations name the axes, including those of Equinox's layers.
 class Cache(es.State):
     """The keys and values of the previous characters, and their number."""
 
@@ -144,7 +146,7 @@ class GPT(es.Module):
         return jax.vmap(self.norm)(xs) @ self.characters.T
 
 
-# %% Model, optimizer and average, which the program creates directly in shards.
+# %% Model, optimizer and average, which the program creates directly in shards
 STEPS, BOTH = 700, 50
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 3e-3, STEPS // 10, STEPS)
 
@@ -180,7 +182,7 @@ def make_on(mesh: Mesh) -> Trained:
     return jax.jit(make, out_shardings=places_on(mesh))()
 
 
-# %% One training step.
+# %% One training step
 def loss_fn(model: GPT, texts: Int[Array, "b t"]) -> Float[Array, ""]:
     logits = es.vmap(model)(texts[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, texts[:, 1:]).mean()
@@ -216,7 +218,7 @@ def train(trained: Trained, mesh: Mesh, batches, what: str):
     return losses, trained
 
 
-# %% Write with the cache, until the next empty line.
+# %% Write with the cache, until the next empty line
 def with_cache(model: GPT) -> GPT:
     """The model in eval mode, with an empty cache for one text."""
     empty = jnp.zeros((DEPTH, CONTEXT, HEADS, WIDTH // HEADS))
@@ -253,7 +255,7 @@ def read(model: GPT, text: Int[Array, " t"]) -> Float[Array, "t vocabulary"]:
     return logits
 
 
-# %% The text: Python's own reference, which `help()` shows.
+# %% The text: Python's own reference, which `help()` shows
 def load_texts() -> tuple[np.ndarray, np.ndarray]:
     """Windows of characters for training, and windows of held-out text."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
@@ -271,7 +273,7 @@ def frequency_loss(texts: np.ndarray, tests: np.ndarray) -> float:
     return float(-np.log(pairs[tests[:, :-1], tests[:, 1:]]).mean())
 
 
-# %% Train on eight devices and on one, then load a file onto different meshes.
+# %% Train on eight devices and on one, then load a file onto different meshes
 def mesh_of(data: int, model: int) -> Mesh:
     devices = np.reshape(jax.devices()[: data * model], (data, model))
     return Mesh(devices, ("data", "model"))

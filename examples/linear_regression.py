@@ -30,7 +30,8 @@ import eqx_state as es
 LEARNING_RATE = 0.5
 
 
-# %% The model. Gradients train its weights; the forward pass counts the examples.
+# %% The model
+# Gradients train its weights; the forward pass counts the examples.
 class Linear(es.Module):
     w: es.Parameter[Float[Array, "inputs outputs"]]
     b: es.Parameter[Float[Array, " outputs"]]
@@ -51,8 +52,9 @@ def loss_fn(model, xs, ys):
     return jnp.mean((es.vmap(model, axis_name="batch")(xs) - ys) ** 2)
 
 
-# %% By hand: JAX differentiates with respect to the parameters. The model is a second
-# argument, which contains the state. `es.mutable` returns it with the new state.
+# %% By hand: JAX differentiates with respect to the parameters
+# The model is a second argument, which contains the state. `es.mutable` returns it with
+# the new state.
 @ft.partial(jax.value_and_grad, has_aux=True)
 def loss_and_grad(params, model, xs, ys):
     return es.mutable(loss_fn)(model.update(params), xs, ys)
@@ -66,7 +68,7 @@ def step_by_hand(model, xs, ys):
     return loss, model.update(params)
 
 
-# %% Shorter, and with any optax optimizer.
+# %% Shorter, and with any optax optimizer
 @es.jit
 def step(model, optimizer, xs, ys):
     (loss, model), grads = es.value_and_grad(loss_fn)(model, xs, ys)
@@ -74,7 +76,7 @@ def step(model, optimizer, xs, ys):
     return loss, model, optimizer
 
 
-# %% Train both ways from the same start.
+# %% Train both ways from the same start
 def train(xs, ys, steps: int):
     """The model after each step by hand, and the model trained the shorter way."""
     model = start = Linear(1, 1).init(42)
@@ -90,7 +92,7 @@ def train(xs, ys, steps: int):
     return by_hand, model
 
 
-# %% Compare with the least squares solution.
+# %% Compare with the least squares solution
 def main(path=None, *, steps=300, tolerance=1e-4) -> Linear:
     """The trained model."""
     rng = np.random.default_rng(0)

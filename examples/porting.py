@@ -35,7 +35,8 @@ TX = optax.adam(1e-3)
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
-# %% Before. Every call takes a state and a key.
+# %% Before
+# Every call takes a state and a key.
 class OldNet(eqx.Module):
     first: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
@@ -78,8 +79,9 @@ def old_predict(model, state, xs):
     return jnp.argmax(logits, axis=1)
 
 
-# %% Half way. `es.nn.Stateful` combines a model of the old class and its state in one
-# tree. The old class expects keys, so the program still passes them.
+# %% Half way
+# `es.nn.Stateful` combines a model of the old class and its state in one tree. The old
+# class expects keys, so the program still passes them.
 def halfway_loss(model: es.nn.Stateful, xs, ys, key):
     keys = jr.split(key, len(xs))
     logits = es.vmap(model, axis_name="batch")(xs, key=keys)
@@ -93,7 +95,8 @@ def halfway_step(model, optimizer, xs, ys, key):
     return loss, model, optimizer
 
 
-# %% After. State and keys are fields of the model, which `es.value_and_grad` returns.
+# %% After
+# State and keys are fields of the model, which `es.value_and_grad` returns.
 class Net(es.Module):
     first: eqx.nn.Linear
     norm: es.nn.BatchNorm
@@ -128,7 +131,8 @@ def predict(model, xs):
     return jnp.argmax(es.vmap(model.eval())(xs), axis=1)
 
 
-# %% As in Treex. A layer learns its sizes from its first input, in `model.init`.
+# %% As in Treex
+# A layer learns its sizes from its first input, in `model.init`.
 class Dense(es.Module):
     size: int = eqx.field(static=True)
     w: es.Parameter[Array | None] = None
@@ -168,7 +172,7 @@ def lazy_step(model, optimizer, xs, ys):
     return loss, model, optimizer
 
 
-# %% The training loops: one for the old program, one for all others.
+# %% The training loops: one for the old program, one for all others
 def train_old(model, state, batches, keys):
     opt_state, losses = TX.init(eqx.filter(model, eqx.is_inexact_array)), []
     for (xs, ys), key in zip(batches, keys, strict=True):
@@ -185,7 +189,7 @@ def train(step, model, batches):
     return np.array(losses), model
 
 
-# %% Run them all, and compare.
+# %% Run them all, and compare
 def main(path=None, *, steps=300, at_least=0.93) -> dict[str, float]:
     """The test accuracy of each program."""
     digits = load_digits()

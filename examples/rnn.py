@@ -38,8 +38,9 @@ ROWS = 8
 Hidden = tuple[Float[Array, " width"], Float[Array, " width"]]
 
 
-# %% The model. `advance` is the network as a function of its hidden state. `__call__`
-# reads a complete image, and `step` one row.
+# %% The model
+# `advance` is the network as a function of its hidden state. `__call__` reads a
+# complete image, and `step` one row.
 class Memory(es.State):
     """The hidden state after the previous rows."""
 
@@ -78,7 +79,8 @@ class Reader(es.Module):
         return logits
 
 
-# %% One training step. The loss weighs the predictions after later rows more.
+# %% One training step
+# The loss weighs the predictions after later rows more.
 def loss_fn(model: Reader, images: Float[Array, "b 8 8"], labels: Int[Array, " b"]):
     logits = es.vmap(model)(images)
     labels = jnp.repeat(labels[:, None], ROWS, axis=1)
@@ -93,7 +95,7 @@ def step(model, optimizer, images, labels):
     return loss, model, optimizer
 
 
-# %% Train on complete images.
+# %% Train on complete images
 def train(images, labels, epochs: int) -> Reader:
     steps = len(images) // BATCH_SIZE
     schedule = optax.cosine_onecycle_schedule(epochs * steps, peak_value=5e-3)
@@ -110,7 +112,7 @@ def train(images, labels, epochs: int) -> Reader:
     return model
 
 
-# %% Read row by row: one image, or many at once, each with its own memory.
+# %% Read row by row: one image, or many at once, each with its own memory
 @es.jit
 def read(model: Reader, row: Float[Array, "8"]):
     return es.mutable(model.step)(row)
@@ -135,7 +137,7 @@ def stream(read, model: Reader, rows) -> Float[Array, "rows ..."]:
     return jnp.stack(logits)
 
 
-# %% Train, then read the test images in both ways.
+# %% Train, then read the test images in both ways
 def main(path=None, *, epochs=40, at_least=0.9) -> Float[np.ndarray, "8"]:
     """The test accuracy after each row."""
     digits = load_digits()

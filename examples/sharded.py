@@ -39,7 +39,7 @@ PROCESSES, DEVICES = 2, 4  # of each process
 SPLIT = es.any_of(es.Parameter, es.OptState)
 
 
-# %% The model.
+# %% The model
 def make_net(key: Key[Array, ""]) -> eqx.nn.Sequential:
     first, second, dropout, last = jr.split(key, 4)
     relu = eqx.nn.Lambda(jax.nn.relu)
@@ -57,8 +57,9 @@ def make_net(key: Key[Array, ""]) -> eqx.nn.Sequential:
     )
 
 
-# %% Shard the arrays. Parameters and the optimizer's state are split along their first
-# axis that the number of devices divides. Statistics and keys are on all devices.
+# %% Shard the arrays
+# Parameters and the optimizer's state are split along their first axis that the number
+# of devices divides. Statistics and keys are on all devices.
 def shard(tree):
     mesh = Mesh(jax.devices(), "devices")
 
@@ -78,7 +79,7 @@ def start():
     return shard((model, es.Optimizer(optax.adam(1e-3)).init(model)))
 
 
-# %% One training step.
+# %% One training step
 def loss_fn(model, images: Float[Array, "b 64"], labels: Int[Array, " b"]):
     logits = es.vmap(model, axis_name="batch")(images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -96,7 +97,7 @@ def accuracy(model, images, labels) -> Float[Array, ""]:
     return jnp.mean(jnp.argmax(jax.vmap(es.eval(model))(images), axis=1) == labels)
 
 
-# %% Train together with the other process, on this process's part of the images.
+# %% Train together with the other process, on this process's part of the images
 def train(images, labels, epochs: int):
     model, optimizer = start()
     per_process = BATCH_SIZE // PROCESSES
@@ -114,7 +115,7 @@ def train(images, labels, epochs: int):
     return model, optimizer
 
 
-# %% The program of one process.
+# %% The program of one process
 def work(address: str, process: int, epochs: int, path: str) -> None:
     """Train together with the other process, and save results of this process."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -142,7 +143,7 @@ def work(address: str, process: int, epochs: int, path: str) -> None:
     jax.distributed.shutdown()
 
 
-# %% Start both processes, and compare their results.
+# %% Start both processes, and compare their results
 def main(*, epochs=10, at_least=0.95) -> float:
     """The test accuracy of the model that the two processes trained."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -28,7 +28,8 @@ import eqx_state as es
 EPOCHS, BATCH_SIZE, PATIENCE = 60, 64, 5
 
 
-# %% The data: three spirals. The order of the batches depends only on the epoch.
+# %% The data: three spirals
+# The order of the batches depends only on the epoch.
 def load_data(seed, size):
     rng = np.random.default_rng(seed)
     ys = rng.integers(3, size=size)
@@ -45,7 +46,7 @@ def batches(xs, ys, epoch):
         yield xs[rows], ys[rows]
 
 
-# %% The model.
+# %% The model
 class Net(es.Module):
     first: eqx.nn.Linear
     norm: es.nn.BatchNorm
@@ -64,7 +65,7 @@ class Net(es.Module):
         return self.last(self.dropout(x))
 
 
-# %% The run: everything that training changes, and that a checkpoint must contain.
+# %% The run: everything that training changes, and that a checkpoint must contain
 class Run(es.Module):
     model: Net
     optimizer: es.Optimizer
@@ -74,7 +75,7 @@ class Run(es.Module):
     since_best: es.State = 0  # epochs
 
 
-# %% The loss with metrics, a training step, and validation of the averaged model.
+# %% The loss with metrics, a training step, and validation of the averaged model
 def loss_fn(model, xs, ys):
     logits = es.vmap(model, axis_name="batch")(xs)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, ys)
@@ -102,7 +103,8 @@ def means(name, metrics):
     return {f"{name}_{k}": float(np.mean(x)) for k, x in columns.items()}
 
 
-# %% The training loop. If there is a checkpoint, it continues from there.
+# %% The training loop
+# If there is a checkpoint, it continues from there.
 def train(folder, epochs=EPOCHS):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,8 @@ EVERY = 25  # steps between two evaluations
 DEPTH, HEADS, WIDTH = 2, 2, 64
 
 
-# %% The model. With a cache, new characters also attend to cached ones.
+# %% The model
+# With a cache, new characters also attend to cached ones.
 class Cache(es.State):
     """The keys and values of the previous characters, and their number."""
 
@@ -120,7 +121,7 @@ class Transformer(es.Module):
         return jax.vmap(lambda x: self.head(self.norm(x)))(xs)
 
 
-# %% One training step.
+# %% One training step
 def loss_fn(model: Transformer, texts: Int[Array, "b t"]) -> Float[Array, ""]:
     logits = es.vmap(model)(texts[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, texts[:, 1:]).mean()
@@ -136,7 +137,7 @@ def step(model, optimizer, texts):
 evaluate = es.jit(loss_fn)  # called in eval mode, which writes no state
 
 
-# %% Train.
+# %% Train
 def train(model, text: Int[np.ndarray, " n"], tests: Int[np.ndarray, "m t"], steps):
     """The losses at each evaluation, and the trained model."""
     windows = np.lib.stride_tricks.sliding_window_view(text, CONTEXT + 1)
@@ -155,7 +156,7 @@ def train(model, text: Int[np.ndarray, " n"], tests: Int[np.ndarray, "m t"], ste
     return losses, model
 
 
-# %% Write and read with the cache.
+# %% Write and read with the cache
 def with_cache(model: Transformer) -> Transformer:
     """The model in eval mode, with an empty cache for one text."""
     empty = jnp.zeros((DEPTH, CONTEXT, HEADS, WIDTH // HEADS))
@@ -182,7 +183,7 @@ def read(model: Transformer, text: Int[Array, " t"]) -> Float[Array, "t vocabula
     return logits
 
 
-# %% The texts and the baselines.
+# %% The texts and the baselines
 def load_texts() -> tuple[str, str]:
     """Nine of ten paragraphs for training, the rest held out."""
     folder = resources.files("sklearn.datasets.descr")
@@ -204,7 +205,7 @@ def frequency_losses(train: np.ndarray, test: np.ndarray) -> dict[str, float]:
     return {name: float(-np.log(p).mean()) for name, p in likelihoods.items()}
 
 
-# %% Train, compare reading with and without the cache, and write.
+# %% Train, compare reading with and without the cache, and write
 def main(path=None, *, steps=500, better_by=0.3):
     """The loss on the held-out paragraphs, and three texts that the model wrote."""
     texts = load_texts()

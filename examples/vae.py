@@ -36,8 +36,9 @@ LATENTS = 10
 CELLS = 16  # in each pixel
 
 
-# %% The model. The encoder returns the mean and the log scale of a normal distribution
-# over the latents; the decoder returns the logits of the pixels.
+# %% The model
+# The encoder returns the mean and the log scale of a normal distribution over the
+# latents; the decoder returns the logits of the pixels.
 def network(*sizes: int, key: Key[Array, ""]) -> eqx.nn.Sequential:
     layers = []
     for i, (size, following) in enumerate(zip(sizes, sizes[1:], strict=False)):
@@ -76,7 +77,7 @@ class VAE(es.Module):
         return self.decoder(jr.normal(self.draw_key(), (LATENTS,)))
 
 
-# %% The bound, and one training step.
+# %% The bound, and one training step
 def log_likelihood(
     images: Float[Array, "b 64"], logits: Float[Array, "b 64"]
 ) -> Float[Array, " b"]:
@@ -105,7 +106,7 @@ def evaluate(model, images):
     return loss
 
 
-# %% Train.
+# %% Train
 def train(images, test_images, epochs: int):
     """The losses after each epoch, and the trained model."""
     steps = len(images) // BATCH_SIZE
@@ -127,7 +128,7 @@ def train(images, test_images, epochs: int):
     return losses, model
 
 
-# %% Compare with a model of independent pixels, and draw samples.
+# %% Compare with a model of independent pixels, and draw samples
 def independent_pixels(train_images: np.ndarray, images: np.ndarray) -> float:
     """The loss of independent pixels, with the frequencies of the training images."""
     levels = np.arange(CELLS + 1)[:, None, None]

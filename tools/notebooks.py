@@ -7,14 +7,14 @@ it draws. The last line of the text identifies the code that was run, so that a 
 tell when text and picture are out of date.
 
 As a hook of MkDocs, this file makes the pages and notebooks from the scripts and these
-results, and runs nothing. Each `# %%` line of a script begins a new cell. The script
+results, and runs nothing. Jupytext reads the scripts: `# %% Title` begins a new cell,
+and comments directly below it belong to the title. Only the outputs are ours: a script
 runs as a whole, and all its output belongs to the last cell.
 """
 
 import ast
 import hashlib
 import io
-import json
 import re
 import subprocess
 import sys
@@ -22,12 +22,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jupytext
+import nbformat
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 RESULTS = ROOT / "docs" / "assets" / "examples"
 
-Cell = tuple[str, str]  # Markdown and code
 LAST_LINE = "\n[the output of code {}]\n"
 # Paths, progress bars, and what JAX prints when processes connect.
 NOISE = r"(?m)^(picture: |.*━━|\[Gloo\]).*\n"
@@ -98,48 +102,44 @@ def printed(name: str) -> tuple[str, str]:
 # --- Notebooks and pages --------------------------------------------------------------
 
 
-def cells(name: str) -> list[Cell]:
-    title, _, about = (ast.get_docstring(ast.parse(source(name))) or "").partition("\n")
-    first, *parts = re.split(r"(?m)^# %%", source(name).split('"""', 2)[2].strip())
-    found = [(f"# {title.rstrip('.')}\n{about}", first.strip())]
-    for part in parts:
-        comment, code = re.fullmatch(r"(.*(?:\n# .*)*)((?s:.*))", part).groups()
-        title, _, more = comment.replace("\n#", "").strip().partition(". ")
-        text = f"## {title.rstrip('.')}\n\n{more}".strip() if title else ""
-        found.append((text, code.strip()))
-    if parts:  # the last one runs the script
-        found[-1] = "## Run it", "main()"
-    return found
+def cells(name: str) -> list[NotebookNode]:
+    """The cells of the notebook. The docstring and the titles become Markdown."""
+    doc, code = source(name).split('"""', 2)[1:]
+    title, _, about = doc.partition("\n")
+    found = [new_markdown_cell(f"# {title.rstrip('.')}\n{about}".rstrip())]
+    *parts, last = jupytext.reads(code.strip(), "py:percent").cells
+    for cell in parts:
+        text, code = re.fullmatch(r"((?:# .*\n)*)((?s:.*))", cell.source).groups()
+        if title := cell.metadata.get("title"):
+            text = re.sub("(?m)^# ", "", text)
+            found += [new_markdown_cell(f"## {title}\n\n{text}".strip())]
+        found += [new_code_cell(code if title else cell.source)]
+    if parts:  # the last cell of a script with several runs it
+        last = new_code_cell("main()")
+        found += [new_markdown_cell("## Run it")]
+    return [*found, last]
 
 
 def notebook(name: str) -> str:
-    *before, (title, code) = cells(name)
+    made = cells(name)
     if "__file__" in source(name):  # it starts itself in new processes
-        before = [(before[0][0], f"%%writefile {name}.py\n{source(name)}")]
-        code = f"!python {name}.py"
-    made: list[dict[str, Any]] = []
-    for text, content in [*before, (title, code)]:
-        made += [{"cell_type": "markdown", "source": text}] if text else []
-        extra = {"cell_type": "code", "execution_count": None, "outputs": []}
-        made += [{**extra, "source": content}] if content else []
-    output = {"name": "stdout", "output_type": "stream", "text": printed(name)[0]}
-    made[-1]["outputs"] = [output]
+        script = new_code_cell(f"%%writefile {name}.py\n{source(name)}")
+        made = [made[0], script, made[-2], new_code_cell(f"!python {name}.py")]
+    made[-1].outputs = [new_output("stream", name="stdout", text=printed(name)[0])]
     for i, cell in enumerate(made):
-        cell |= {"id": f"cell-{i}", "metadata": {}}
+        cell.id, cell.metadata = f"cell-{i}", {}
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    content = {"cells": made, "metadata": {"kernelspec": kernel}}
-    content |= {"nbformat": 4, "nbformat_minor": 5}
-    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    return nbformat.writes(new_notebook(cells=made, metadata={"kernelspec": kernel}))
 
 
 def page(name: str) -> str:
     """The Markdown of a page with the code of an example, and what it prints."""
+    first, *others = cells(name)
     files = f"Download the [script]({name}.py) or the [notebook]({name}.ipynb)."
-    (title, code), *others = cells(name)
-    found = [title, files]
-    for text, content in [("", code), *others]:
-        found += [text] if text else []
-        found += [f"```py\n{content}\n```"] if content else []
+    found = [first.source, files]
+    for cell in others:
+        is_code = cell.cell_type == "code"
+        found += [f"```py\n{cell.source}\n```" if is_code else cell.source]
     found.append(f"```text\n{printed(name)[0]}\n```")
     if draws(name):
         found.append(f"![What it draws](../assets/examples/{name}.png)")
