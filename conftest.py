@@ -41,14 +41,22 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FLAGS
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 jax.config.update("jax_disable_most_optimizations", True)
 
-# Linux allows 65,530 memory maps per process. XLA uses several for each compiled
-# program, and aborts the process when there are none left.
+# A worker with many compiled programs takes several GB. On Linux, XLA also aborts the
+# process when it has 65,530 memory maps, of which each program uses several.
+MANY_MAPS, GB = 20_000, 2**30
 MAPS = Path("/proc/self/maps")
-MANY_MAPS = 40_000
+
+
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One worker for each core, but at most one for 2 GB of memory."""
+    if not hasattr(os, "sysconf"):
+        return None  # on Windows, as without this function
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(os.cpu_count() or 1, memory // (2 * GB)))
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After each file, drop the compiled programs if there are many."""
+    """After a file, drop the compiled programs if there are many."""
     is_last = nextitem is None or nextitem.path != item.path
     if is_last and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
         jax.clear_caches()

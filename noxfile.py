@@ -10,6 +10,7 @@ import nox
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "types", "tests"]
 
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 # One worker per file, because the examples of a page depend on each other. A crashed
 # worker is not replaced: xdist would wait for it forever (pytest-xdist issue 1327).
@@ -37,10 +38,15 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Run all examples in full, or those named; each asserts its result."""
-    session.install(".[io]", *groups("examples"))
+    """Run all examples, shortened. `-- full` runs them in full, `-- vae gan` these."""
+    session.install(".[io]", *groups("test", "examples"))
+    names = session.posargs
+    if not names:
+        session.run("pytest", *PARALLEL, "tests/examples")
+        names = ["data_parallel", "sharded"]  # which start processes of their own
     folder = Path("examples").resolve()
-    names = session.posargs or sorted(path.stem for path in folder.glob("[!_]*.py"))
+    if names == ["full"]:
+        names = sorted(path.stem for path in folder.glob("[!_]*.py"))
     with session.chdir(session.create_tmp()):  # `training` writes files
         for name in names:
             session.run("python", str(folder / f"{name}.py"))
@@ -73,13 +79,14 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Test the built wheel, and all examples in the documentation."""
+    """Test the built wheel, and the code in the documentation."""
     session.install(".", *groups("test", "examples"))
-    everything = [*PARALLEL, "--cov", "--cov-report=term-missing:skip-covered"]
+    everything = [*PARALLEL, "--ignore=tests/examples"]
+    everything += ["--cov", "--cov-report=term-missing:skip-covered"]
     session.run("pytest", *(session.posargs or everything))
 
 
-@nox.session(python=["3.11", "3.12", "3.13"])
+@nox.session(python=PYTHONS)
 def versions(session: nox.Session) -> None:
     """Run the tests on each Python, with the newest JAX for it."""
     session.install(".", *groups("test", "examples"))
@@ -141,7 +148,7 @@ def package(session: nox.Session) -> None:
     session.run("check-wheel-contents", "dist")
 
 
-@nox.session(python=["3.11", "3.12", "3.13"])
+@nox.session(python=PYTHONS)
 def smoke(session: nox.Session) -> None:
     """Train with only the wheel that `package` built."""
     session.install(*map(str, Path("dist").glob("*.whl")))

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from load_scripts import tool
+from load_scripts import EXAMPLES, load, tool
 
 import eqx_state as es
 
@@ -77,6 +77,28 @@ def test_what_readers_search_for_is_a_heading():
         "Install for CPU, GPU or TPU",
     ):
         assert f"\n## {words}\n" in found, words
+
+
+# --- Examples -------------------------------------------------------------------------
+
+
+def test_the_training_guide_has_the_code_of_the_example():
+    guide = (ROOT / "docs/guides/training.md").read_text(encoding="utf-8")
+    script = (EXAMPLES / "training.py").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    *program, _ = blocks  # the last block runs the program
+    whole = ast.unparse(ast.parse("".join(program)))
+    parts = ast.unparse(ast.parse(script.partition("def main")[0]).body[1:])
+    assert whole == parts
+
+
+def test_the_page_has_the_first_line_of_the_docstring_of_each_example():
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    found = re.findall(r"^### .*: `(\w+)\.py`\n\n(.*)$", page, re.MULTILINE)
+    scripts = {path.stem: path.read_text() for path in EXAMPLES.glob("[!_]*.py")}
+    docs = {name: ast.get_docstring(ast.parse(x)) for name, x in scripts.items()}
+    assert dict(found) == {name: doc.splitlines()[0] for name, doc in docs.items()}
+    assert len(found) == len(docs)
 
 
 # --- Packages that a page needs -------------------------------------------------------
@@ -179,3 +201,16 @@ import eqx_state
 assert sys.modules["eqx_state._ema"].Ema is eqx_state.Ema
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# --- The README -----------------------------------------------------------------------
+
+
+def test_links_of_the_readme_are_files_and_absolute_in_a_release():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    release = load(ROOT / "hatch_build.py").absolute(text, "https://x.org/a", "1.2")
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    files = [link.partition("#")[0] for link in links if ":" not in link]
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+    assert re.findall(r"\]\(https://x.org/a/blob/v1.2/([^)#]+)", release) == files
+    assert release.count("](http") == len(links) > len(files) > 5

@@ -9,14 +9,14 @@ EXAMPLES = ROOT / "examples"
 
 
 def example(name, folder=EXAMPLES):
-    return _load(folder / f"{name}.py")
+    return load(folder / f"{name}.py")
 
 
 def tool(name):
-    return _load(ROOT / "tools" / f"{name}.py")
+    return load(ROOT / "tools" / f"{name}.py")
 
 
-def _load(path):
+def load(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

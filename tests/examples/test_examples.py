@@ -1,14 +1,9 @@
 """The examples, shortened: each runs, asserts its result, and draws and prints.
 
-`test_notebooks.py` tests that the pictures and outputs on the site are up to date.
-
-`nox -s examples` runs all of them in full. `.ci/run` runs `data_parallel` and `sharded`
-in full, so they are not here.
+`nox -s examples` runs these tests, and then `data_parallel` and `sharded` in full.
 """
 
-import ast
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from load_scripts import example, EXAMPLES, ROOT
+from load_scripts import example, EXAMPLES
 
 import eqx_state as es
 
@@ -86,25 +81,6 @@ def test_quickstart_is_about_forty_lines_that_learn(capsys):
     means = jnp.mean(quickstart.xs, axis=0)
     assert jnp.allclose(quickstart.model[0].mean, means, atol=1e-4)
     assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 42
-
-
-def test_the_training_guide_has_the_code_of_the_example():
-    guide = (ROOT / "docs/guides/training.md").read_text(encoding="utf-8")
-    script = (EXAMPLES / "training.py").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
-    *program, _ = blocks  # the last block runs the program
-    whole = ast.unparse(ast.parse("".join(program)))
-    parts = ast.unparse(ast.parse(script.partition("def main")[0]).body[1:])
-    assert whole == parts
-
-
-def test_the_page_has_the_first_line_of_the_docstring_of_each_example():
-    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
-    found = re.findall(r"^### .*: `(\w+)\.py`\n\n(.*)$", page, re.MULTILINE)
-    scripts = {path.stem: path.read_text() for path in EXAMPLES.glob("[!_]*.py")}
-    docs = {name: ast.get_docstring(ast.parse(x)) for name, x in scripts.items()}
-    assert dict(found) == {name: doc.splitlines()[0] for name, doc in docs.items()}
-    assert len(found) == len(docs)
 
 
 def stop_at(call, function):
