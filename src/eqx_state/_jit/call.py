@@ -13,11 +13,10 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._errors import an, TraceError
-from .._state.scope import is_any_open, is_owned, Sown
+from .._state.scope import is_any_open, is_owned
 from .._transforms.callables import is_wrapper_of_equinox, layer_of
 from .._transforms.lift import Lifted, Ran
 from .._transforms.reach import check_given, owned_in
-from .._transforms.roots import Values
 from .._transforms.transform import Transform
 from .._tree.base import keystr, ownership_of
 from .._tree.walk import name_of
@@ -155,7 +154,7 @@ class JitCall:
             self._check_static(ran.out)
         inside = filter(eqx.is_array, values.values())
         output = Output(ran.out, inside, self.origin)
-        return Result(output.arrays(ran.out), ran.written, ran.sown, output)
+        return Result(ran._replace(out=output.arrays(ran.out)), output)
 
     def _check_static(self, out: Any) -> None:
         """Raise `TraceError` if an owned module is reachable from a static output.
@@ -170,8 +169,8 @@ class JitCall:
 
     def finish(self, result: "Result") -> Any:
         """The output of the call, after its writes to the owned modules."""
-        self.lifted.commit(Ran(None, result.written, result.sown))
-        return result.output.put(result.arrays, self.inside(), is_any_open())
+        self.lifted.commit(result.ran)
+        return result.output.put(result.ran.out, self.inside(), is_any_open())
 
 
 _HOLDS_OWNED: Final = """A function under `es.jit` returned a function or an object \
@@ -182,11 +181,9 @@ es.jit(lambda net: net.w)(self)`, `lambda x: w * x`."""
 
 
 class Result(NamedTuple):
-    """The output of a program."""
+    """What a program returns; `ran.out` are the arrays of the output."""
 
-    arrays: list[Any]
-    written: Values
-    sown: list[Sown]
+    ran: Ran
     output: "Output"
 
 

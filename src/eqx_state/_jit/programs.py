@@ -216,7 +216,7 @@ class Programs:
             finally:
                 if stack is not None:
                     stack.close()
-            return result.output.put(result.arrays, [], False)
+            return result.output.put(result.ran.out, [], False)
         return self.general(f, args, kwargs)
 
     def general(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,6 @@ from .creation import create_fields, lift_with_fields
 from .cut import cut
 from .lift import Ran
 from .reach import check_given
-from .roots import Values
 
 
 def _select(
@@ -52,18 +51,18 @@ def _select(
     varying: dict[int, frozenset[Any]] = {}
     choice = varying_axes(which) if is_manual else frozenset()
 
-    def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, Values, Any]]:
+    def branch(f: Callable[..., Any]) -> Callable[[Any], Ran]:
         @ft.wraps(f)  # JAX uses the name in its messages
-        def run(arrays: Any) -> tuple[Any, Values, Any]:
+        def run(arrays: Any) -> Ran:
             operands = rest.join(arrays)
             ran = lifted.run(lifted.values, lambda: f(*operands))
-            out, sown = traces.add(ran)
+            ran = traces.add(ran)
             state = {**lifted.writable, **ran.written}
             for slot, x in state.items() if is_manual else ():
                 own = varying_axes(x) | (choice if slot in traces.written else set())
                 varying[slot] = varying.get(slot, frozenset()) | own
                 state[slot] = vary(x, varying[slot])
-            return out, state, sown
+            return ran._replace(written=state)
 
         return run
 
@@ -72,10 +71,10 @@ def _select(
     distinct = {_identity(f): branch(f) for f in branches}
     for run in distinct.values() if is_manual else ():
         jax.eval_shape(run, arrays)  # fills `varying` for all branches
-    out, state, sown = select([distinct[_identity(f)] for f in branches], arrays)
-    written = {slot: x for slot, x in state.items() if slot in traces.written}
-    lifted.commit(Ran(None, written, sown))
-    return traces.static.join(out)
+    ran: Ran = select([distinct[_identity(f)] for f in branches], arrays)
+    written = {slot: x for slot, x in ran.written.items() if slot in traces.written}
+    lifted.commit(ran._replace(written=written))
+    return traces.static.join(ran.out)
 
 
 def _identity(f: Any) -> Any:
@@ -99,8 +98,8 @@ class _Traces:
         self.static: Any = None
         self.counts: list[dict[Any, int]] | None = None
 
-    def add(self, ran: Ran) -> tuple[Any, list[Sown]]:
-        """The arrays of an output, and the sown values in a fixed order."""
+    def add(self, ran: Ran) -> Ran:
+        """`ran` with the arrays of its output, and the sown values in a fixed order."""
         out, static = cut(ran.out)
         counts = [{key: len(x) for key, x in sown.items()} for sown in ran.sown]
         self.written |= ran.written.keys()
@@ -118,7 +117,8 @@ class _Traces:
                 raise ValueError(_SOWN.format(key, self.caller))
         # Use the order of the first branch: it is a part of the output's treedef.
         pairs = zip(self.counts, ran.sown, strict=True)
-        return out, [Sown((key, sown[key]) for key in first) for first, sown in pairs]
+        sown = [Sown((key, values[key]) for key in first) for first, values in pairs]
+        return ran._replace(out=out, sown=sown)
 
 
 def _marked(rest: Any) -> Any:

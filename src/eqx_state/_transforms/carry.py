@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 
 from .._compat import manual_axes, vary, varying_axes
 from .._state.codecs import snapshot
-from .._state.scope import is_owned, Sown
+from .._state.scope import is_owned
 from .._tree.compare import check_not_repeated, difference, identical
 from .creation import lift_with_fields
 from .cut import cut
@@ -29,14 +29,12 @@ from .roots import by_entry, owned_copy, Values
 class Step(NamedTuple):
     """The result of tracing one step.
 
-    `carry` contains the arrays of the new carry, and the new state. `rest` is the
+    `carry` contains the arrays of the new carry, and the new state. `ran.out` is the
     output of the step besides the carry.
     """
 
     carry: tuple[Any, Values]
-    rest: Any
-    written: Values
-    sown: list[Sown]
+    ran: Ran
 
 
 class Loop:
@@ -49,11 +47,14 @@ class Loop:
     - `state`: the state of all other modules, which JAX carries beside the user's
         carry.
     - `slices`: the leaves of the modules in `xs`; each step gets a slice.
-    - `written`: the slots that some trace of a step has written; `unchanged`: the
-        positions of leaves of modules in the carry that every trace returned unchanged.
 
-    The sets `written` and `unchanged` cannot be outputs of a step, because JAX fixes
-    the treedef of the outputs.
+    The traces of a step fill two sets. They cannot be outputs of a step, because the
+    new carry has to have the treedef of the first one. JAX may trace a step several
+    times, so the sets only grow.
+
+    - `written`: the slots that some trace has written.
+    - `changed`: the positions of leaves of the carry that some trace has changed. Those
+        outside of owned modules count as changed from the start.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class Loop:
         self.before = jtu.tree_leaves(self.first)
         self.arrays, self.rest = cut(self.first)
         self.carried: set[int] = set()
-        self.unchanged: set[int] = set()
+        self.written: set[int] = set()
+        self.changed: set[int] = set()
         for x, own in by_entry(self.init, places):
             if is_owned(x):
                 self.carried.update(self.lifted.slots(x))
-                self.unchanged.update(own)
+            else:
+                self.changed.update(own)
         self.slices, self.state = {}, {}
         for k, (visit, root, *_) in enumerate(self.lifted.leaves):
             if k in self.carried or not isinstance(visit.node, jax.Array):
@@ -89,7 +92,6 @@ class Loop:
                 self.slices[k] = visit.node
             elif k in self.lifted.writable:
                 self.state[k] = visit.node
-        self.written: set[int] = set()
 
     def enter(
         self, carry: tuple[Any, Values], slices: Values | None = None
@@ -154,7 +156,7 @@ class Loop:
             raise TypeError(_STATIC.format(name or "the carry"))
         state = {slot: ran.written.get(slot, values[slot]) for slot in self.state}
         self.written.update(ran.written)
-        return Step((arrays, state), rest, ran.written, ran.sown)
+        return Step((arrays, state), ran._replace(out=rest))
 
     def _check_returned(self, values: Values, carry: Any, written: Values) -> None:
         """Check that the new carry contains the writes to modules in the carry."""
@@ -174,7 +176,7 @@ class Loop:
                     if new is before or any(new is y for y in outside):
                         raise ValueError(_NOT_RETURNED.format(self.lifted.name(slot)))
                 if new is not before:
-                    self.unchanged.discard(position)
+                    self.changed.add(position)
                 position += 1
 
     def _outside(self, copy: Any, values: Values) -> list[Any]:
@@ -187,28 +189,25 @@ class Loop:
             return [values[slot] for slot in self.lifted.slots(original)]
         return jtu.tree_leaves(original)
 
-    def finish(
-        self,
-        carry: tuple[Any, Values],
-        sown: list[Sown] | None = None,
-        slices: Values | None = None,
-    ) -> Any:
+    def finish(self, carry: tuple[Any, Values], ran: Ran | None = None) -> Any:
         """Commit what the loop has written, and return the last carry.
 
-        `sown`: the sown values; `slices`: the new leaves of modules in `xs`.
+        `ran`: what leaves the steps besides the carry, with the new leaves of modules
+        in `xs`; `None` in a loop that only returns the carry.
         """
-        if sown is None:  # the loop only returns the carry
-            sown = [Sown() for _ in self.lifted.scopes]
         arrays, state = carry
         written = {slot: x for slot, x in state.items() if slot in self.written}
-        self.lifted.commit(Ran(None, {**written, **(slices or {})}, sown))
+        if ran is None:
+            self.lifted.commit_written(written)
+        else:
+            self.lifted.commit(ran._replace(written={**written, **ran.written}))
         # JAX returns new arrays for the whole carry, even for the parameters of a
         # module, which no step changes. A scope detects writes by identity, so
         # `self.cell = cell` would count as a write to the parameters. Return the
         # caller's own arrays for leaves that each trace left unchanged.
         after = jtu.tree_leaves(self.rest.join(arrays))
-        kept = self.unchanged
-        new = (self.before[k] if k in kept else x for k, x in enumerate(after))
+        pairs = enumerate(zip(self.before, after, strict=True))
+        new = (x if k in self.changed else old for k, (old, x) in pairs)
 
         def put(x: Any) -> Any:
             return owned_copy(x, new) if is_owned(x) else next(new)

@@ -19,6 +19,7 @@ them as constants in a closure.
 
 import contextlib
 import functools as ft
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -51,14 +52,26 @@ from .roots import (
 
 
 class Ran(NamedTuple):
-    """The result of a call in a trace: its output, its writes, and its sown values.
+    """All that leaves the trace of a call: its output, its writes, its sown values.
 
-    `sown` has an entry for each scope, with the scope's values by key.
+    Only `Lifted.run` makes one. A transform returns it whole from its trace, perhaps
+    with a different `out` and `written`, and passes it whole to `commit`: a transform
+    that took it apart could forget a part. `sown` has an entry for each scope, with the
+    scope's values by key.
     """
 
     out: Any
     written: Values
     sown: list[Sown]
+
+    def without_sown(self, refused: str) -> tuple[Any, Values]:
+        """`out` and `written`; `ValueError` with the text `refused` for a sown value.
+
+        For loops, whose trace returns only the carry.
+        """
+        for key in itertools.chain(*self.sown):
+            raise ValueError(refused.format(key))
+        return self.out, self.written
 
 
 class Lifted:
@@ -262,6 +275,10 @@ class Lifted:
         return written
 
     # --- Commit -----------------------------------------------------------------------
+
+    def commit_written(self, written: Values) -> None:
+        """Commit the writes of traces that have sown nothing: see `without_sown`."""
+        self.commit(Ran(None, written, [Sown() for _ in self.scopes]))
 
     def commit(self, ran: Ran) -> None:
         """Write to the owned modules, and record the sown values: all or nothing."""

@@ -1,7 +1,6 @@
 """`es.scan`, `es.while_loop`, `es.fori_loop`: state carried from step to step."""
 
 import functools as ft
-import itertools
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import boundary
-from .._state.scope import Sown
 from .._tree.base import keystr
 from .._tree.walk import is_array
 from .carry import Loop, Step
@@ -108,14 +106,14 @@ def scan(
         return loop.step(carry, lambda carry: f(carry, x), slices, _pair_of)
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
-        after, slices = run(carry, x), x[1]
-        pair, y = after.rest
+        (carry, ran), slices = run(carry, x), x[1]
+        pair, y = ran.out
         y, rest = cut(y)
         static.append((pair, rest))
-        written = {slot: x for slot, x in after.written.items() if slot in slices}
-        return after.carry, (y, written, after.sown)
+        written = {slot: x for slot, x in ran.written.items() if slot in slices}
+        return carry, ran._replace(out=y, written=written)
 
-    carry, (ys, written, sown) = jax.lax.scan(
+    carry, ran = jax.lax.scan(
         step,
         loop.first_carry(lambda carry: run(carry, jtu.tree_map(_slice_of, each)).carry),
         each,
@@ -125,8 +123,8 @@ def scan(
         _split_transpose=_split_transpose,
     )
     pair, rest = static[-1]
-    last = loop.finish(carry, sown, written)
-    return jtu.tree_unflatten(pair, (last, rest.join(ys)))
+    last = loop.finish(carry, ran)
+    return jtu.tree_unflatten(pair, (last, rest.join(ran.out)))
 
 
 def _slice_of(x: Any, i: int = 0) -> Any:
@@ -235,21 +233,16 @@ def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
     """Call `cond_fun`, which can return only a bool."""
     given, values = loop.enter(carry)
     ran = loop.lifted.run(values, lambda: cond_fun(given))
-    _check_not_sown(ran.sown)
-    if names := [f"`{loop.lifted.name(slot)}`" for slot in ran.written]:
+    out, written = ran.without_sown(_SOWN)
+    if names := [f"`{loop.lifted.name(slot)}`" for slot in written]:
         raise ValueError(_COND_WROTE.format(", ".join(names)))
-    return ran.out
+    return out
 
 
 def _only_carry(step: Step) -> Any:
     """The carry of a step, in a loop that cannot return anything else."""
-    _check_not_sown(step.sown)
+    step.ran.without_sown(_SOWN)
     return step.carry
-
-
-def _check_not_sown(sown: list[Sown]) -> None:
-    for key in itertools.chain(*sown):
-        raise ValueError(_SOWN.format(key))
 
 
 @boundary

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._state.scope import is_owned, Sown
+from .._state.scope import is_owned
 from .._tree.base import is_module
 from .._tree.dtypes import is_traceable
 from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
@@ -157,12 +157,11 @@ class Mapped:
         inputs: Inputs,
         differs: Callable[[Any, Any], bool],
         not_reduced: Callable[[list[str], Values], str],
-    ) -> tuple[Any, list[Values], list[Sown], StaticOutput]:
+    ) -> tuple[Ran, StaticOutput]:
         """Call the function in a lane, with the values of this lane.
 
-        Returns the arrays of its output, the written state in `groups`, the sown
-        values, and the rest: the static part of the output, and the keys that the lane
-        used.
+        Returns the arrays of its output, with the written state in `groups`; and the
+        static part of the output, with the keys that the lane used.
 
         `differs(x, axis)` says whether the lanes may have different values although
         `axis` allows only one. For a split key this means that the lanes drew from it.
@@ -185,20 +184,18 @@ class Mapped:
             names = [self.lifted.name(slot) for slot in unreduced]
             raise ValueError(not_reduced(names, unreduced))
         out, rest = cut(ran.out)
-        return out, groups, ran.sown, StaticOutput((rest, used))
+        return ran._replace(out=out, written=groups), StaticOutput((rest, used))
 
-    def finish(
-        self, out: Any, groups: list[Values], sown: list[Sown], rest: StaticOutput
-    ) -> Any:
+    def finish(self, ran: Ran, rest: StaticOutput) -> Any:
         """Write to the modules outside, and return the whole output."""
         rest_of_out, used = rest.value
-        written = {slot: x for group in groups for slot, x in group.items()}
+        written = {slot: x for group in ran.written for slot, x in group.items()}
         written |= {slot: self.advanced[slot] for slot in used}
-        self.lifted.commit(Ran(None, written, sown))
+        self.lifted.commit(ran._replace(written=written))
         # After the commit, because a filter may only match what is in the model.
         lane = f"lane of `{self.transform.caller}`"
         check_not_created(self.lifted, self._is_per_lane, lane)
-        return rest_of_out.join(out)
+        return rest_of_out.join(ran.out)
 
     def advice(self, slots: Iterable[int], axis_name: Any) -> str:
         """The advice of the layer of the library that contains one of these states."""

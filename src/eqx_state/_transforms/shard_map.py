@@ -21,6 +21,7 @@ from .._tree.keys import num_key_axes
 from .._tree.rules import check_rules
 from .._typing import P, R
 from .axes import AbstractMap, SPLIT
+from .lift import Ran
 from .mapped import Inputs, Mapped, reduction
 from .roots import Values
 from .transform import wrap
@@ -86,22 +87,20 @@ class _ShardMap(AbstractMap):
         def device(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             values = jtu.tree_leaves(Inputs(args, kwargs, f, modules))
             inputs = call.tree(map(_own_key, values, is_split))
-            out, groups, sown, rest = call.run(inputs, differs, not_reduced)
-            return out, groups, jtu.tree_map(lambda x: x[None], sown), rest
+            ran, rest = call.run(inputs, differs, not_reduced)
+            sown = jtu.tree_map(lambda x: x[None], ran.sown)
+            return ran._replace(sown=sown), rest
 
         specs = call.tree(_spec(row.axis) for row in call.rows)
+        groups = [*map(_spec, call.groups)]
+        specs_of_ran = Ran(self.out_specs, groups, PartitionSpec(names))
         mapped = jax.shard_map(
             device,
             mesh=self.mesh,
             # Without explicit axes, there are no shardings to infer specs from. Pass
             # `Infer` on, so that JAX raises its error.
             in_specs=Infer if self.in_axes is Infer and not is_explicit else (*specs,),
-            out_specs=(
-                self.out_specs,
-                [*map(_spec, call.groups)],
-                PartitionSpec(names),
-                PartitionSpec(),
-            ),
+            out_specs=(specs_of_ran, PartitionSpec()),
             axis_names=self.axis_names,
             check_vma=self.check_vma,
         )

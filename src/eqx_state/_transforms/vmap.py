@@ -27,6 +27,7 @@ from .._tree.walk import is_array
 from .._typing import P, R
 from .axes import AbstractMap, SPLIT
 from .callables import receiver
+from .lift import Ran
 from .mapped import Inputs, Mapped, reduction
 from .mutable import Mutable
 from .roots import Values
@@ -64,7 +65,7 @@ class _Vmap(AbstractMap):
             lane,
             # A tuple, of the same type as `*args`.
             in_axes=tuple(call.tree(row.axis for row in call.rows)),
-            out_axes=(self.out_axes, call.groups, 0, None),
+            out_axes=(Ran(self.out_axes, call.groups, 0), None),
             axis_name=self.axis_name,
             axis_size=self.axis_size,
             spmd_axis_name=self.spmd_axis_name,
