@@ -52,13 +52,13 @@ class PrivateCopy:
     """A copy of a model that a scope owns while a call runs.
 
     - `tree`: the copy. The codecs of the scope have replaced values in it.
-    - `given`: the leaves of the model.
+    - `given`: the leaves of the model, or those that replace them.
     """
 
-    def __init__(self, model: Any, scope: Scope, like: Traversal | None = None):
-        """`like`: a traversal of a model of the same structure, if there is one."""
+    def __init__(self, model: Any, scope: Scope, given: Traversal | None = None):
+        """`given`: the traversal of the model, perhaps with other leaves."""
         self.model, self.scope = model, scope
-        given = traverse(model) if like is None else like.again(model)
+        given = traverse(model) if given is None else given
         if given.has_repeated:
             # Check it now: unflattening would turn one module into two.
             check_not_repeated(model, kinds=scope.state_kinds)

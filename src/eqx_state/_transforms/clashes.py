@@ -3,7 +3,7 @@
 The argument is a copy with its own values, and the closure refers to the object.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from .._state.copy import COVERED
@@ -40,6 +40,21 @@ def check_not_covered(
         visit, root, field, _ = leaves[slot]
         if not root.is_copy and id(field.outside) in there:
             raise ValueError(COVERED.format(visit.name))
+
+
+def check_not_replaced(
+    leaves: Sequence[Leaf], written: Iterable[int], is_new: Mapping[int, bool]
+) -> None:
+    """Raise `ValueError` if a module was written of which the call returns a new one.
+
+    `is_new`: for each leaf that has a successor in a new module, by its slot, whether
+    the call wrote the successor.
+    """
+    for slot in written:
+        if slot in is_new:
+            name = leaves[slot].visit.name
+            text = _WRITTEN_TWICE if is_new[slot] else COVERED
+            raise ValueError(text.format(name, name.rpartition(".")[2]))
 
 
 _WRITTEN_TWICE: Final = """`{0}` is reached twice, and written in both ways: through \

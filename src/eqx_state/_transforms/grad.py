@@ -2,11 +2,11 @@
 
 The leaves to differentiate are the inputs of a function that makes a model of them and
 of the others, and runs the call as `es.mutable` does. The new model is an auxiliary
-output.
+output. So is what the call writes to other modules of an outer scope (`lift`).
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, Final, Literal, overload, TypeVar
 
 import equinox as eqx
@@ -17,7 +17,7 @@ from .._errors import show
 from .._kinds.kinds import State
 from .._state.codecs import snapshot
 from .._state.lazy import check_ready
-from .._state.scope import is_any_open, Kinds, Scope, Sown
+from .._state.scope import is_any_open, is_owned, Kinds, Scope, Sown
 from .._state.sow import reporting
 from .._tree.filters import (
     bind_to_visits,
@@ -31,8 +31,10 @@ from .._tree.rules import check_names, nothing_selected
 from .._tree.walk import flatten
 from .._typing import P, R
 from .cast import as_cast, Cast, CastLike, codecs_of
+from .clashes import check_not_replaced
 from .lift import Lifted
 from .mutable import run_on_copy
+from .roots import by_entry, Values
 from .target import Argnums, as_argnums, as_kinds, target
 from .transform import Transform, with_aux, wrap
 
@@ -68,12 +70,13 @@ class Gradient(Transform):
         # modules, and the mistake could not be detected there.
         given = check_ready(model)
         reports = reporting(model)
+        # The model of the call is copied, and the call returns a new one. All other
+        # modules that it reaches, in closures and in the other arguments, are the
+        # objects themselves. The model is also among them: `f` may close over it.
+        lifted, original = Lifted((self.f, args, kwargs)), model
         if is_any_open():  # the gradients belong to no scope
             model = snapshot(model)
             given = given.again(model)
-        # This lifts no module. It only returns the values that an outer `es.capture`
-        # records in this trace, as every transform does.
-        observers = Lifted(())
         selects = bind_to_visits((self.wrt, is_inexact), model)
         selected = [selects(visit) for visit in given.visits if visit.is_leaf]
         if not any(selected):
@@ -84,20 +87,20 @@ class Gradient(Transform):
             raise nothing_selected(f"{self.name}(wrt", self.wrt, model)
         check_names(self.wrt, [model], f"`{self.name}(wrt=…)`")
 
-        def with_selected(new: Iterable[Any], others: Iterable[Any]) -> Any:
-            """A tree like the model: `new` for the selected leaves, else `others`."""
+        def with_selected(new: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+            """A leaf for each of the model's: from `new` if selected, else `others`."""
             new = iter(new)
-            return given.structure.unflatten(
-                next(new) if is_selected else x
-                for x, is_selected in zip(others, selected, strict=True)
-            )
+            pairs = zip(others, selected, strict=True)
+            return [next(new) if is_selected else x for x, is_selected in pairs]
 
         def differentiated(inputs: list[Any]) -> tuple[Any, Any]:
             # Here, because a scope belongs to the trace in which it was created.
             codecs = codecs_of(self.cast)
             scope = observed(self.kinds, reports=reports, codecs=codecs)
-            model = with_selected(inputs, given.leaves)
-            ran = observers.run({}, lambda: run_on_copy(model, scope, call, given))
+            here = given._replace(leaves=with_selected(inputs, given.leaves))
+            ran = lifted.run(
+                lifted.values, lambda: run_on_copy(model, scope, call, here)
+            )
             out, new = ran.out
             loss = with_aux(out)[0] if self.has_aux else out
             _check_loss(loss, self.name)
@@ -107,12 +110,16 @@ class Gradient(Transform):
         # Of a NumPy array JAX would return a literal of a private class.
         inputs = [*map(jnp.asarray, itertools.compress(given.leaves, selected))]
         (_, (out, new, sown, ran)), gradient = value_and_grad(inputs)
-        observers.commit(ran)
-        passed = jtu.tree_leaves(with_selected(inputs, given.leaves))
-        triples = zip(jtu.tree_leaves(new), passed, given.leaves, strict=True)
+        passed = with_selected(inputs, given.leaves)
+        triples = [*zip(jtu.tree_leaves(new), passed, given.leaves, strict=True)]
+        if ran.written:
+            is_new = _by_slot(lifted, original, [x is not z for x, z, _ in triples])
+            check_not_replaced(lifted.leaves, ran.written, is_new)
+        lifted.commit(ran)
         # What was not written is the caller's own.
         new = given.structure.unflatten(y if x is z else x for x, z, y in triples)
-        grads = with_selected(gradient, [None] * len(selected))
+        holes = [None] * len(selected)
+        grads = given.structure.unflatten(with_selected(gradient, holes))
         if self.name == "es.value_and_grad":
             return ((out, new), grads), sown
         return (grads, (out[1], new) if self.has_aux else new), sown
@@ -135,6 +142,16 @@ def _gradient(
         cast=as_cast(cast, name),
         name=name,
     )
+
+
+def _by_slot(lifted: Lifted, model: Any, values: Sequence[Any]) -> Values:
+    """The values of the leaves of owned modules in `model`, given those of all."""
+    return {
+        slot: value
+        for x, own in by_entry(model, values)
+        if is_owned(x)
+        for slot, value in zip(lifted.slots(x), own, strict=True)
+    }
 
 
 def _check_loss(loss: Any, caller: str) -> None:
@@ -228,11 +245,18 @@ def value_and_grad(
     `grads` has the structure of the model, with `None` outside `wrt`, as optax,
     `eqx.apply_updates` and `es.Optimizer` expect it.
 
+    Called inside a scope of `es.mutable`, it also updates the state of the other
+    modules that `f` uses, once, like every transform: those that it closes over, and
+    those in other arguments. In a model, `es.grad(lambda x: self.critic(x))(x)` gives
+    the gradients of a critic by its input, for a gradient penalty.
+
     **Raises:**
 
     - `TypeError`: the loss is not a real scalar, or is a Python number; or `wrt` is not
         a filter.
-    - `ValueError`: `wrt` selects no inexact array, or no array has a name in it.
+    - `ValueError`: `wrt` selects no inexact array, or no array has a name in it; or
+        inside a scope, `f` writes a module that is part of the model also through its
+        closure or through a different argument.
     - All errors of `es.mutable`.
 
     !!! example

@@ -28,14 +28,14 @@ def run_on_copy(
     model: Any,
     scope: Scope,
     run: Callable[[Any], Any],
-    like: Traversal | None = None,
+    given: Traversal | None = None,
 ) -> tuple[Any, Any]:
     """Call `run` on a private copy of the model.
 
-    Returns the output and the new model. `like` is that of `PrivateCopy`.
+    Returns the output and the new model. `given` is that of `PrivateCopy`.
     """
     with scope:
-        private = PrivateCopy(model, scope, like)
+        private = PrivateCopy(model, scope, given)
         visits = private.before.visits
         check_usable(visits)
         if scope.observer is not None:
