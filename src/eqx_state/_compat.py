@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any, Final, TYPE_CHECKING, TypeAlias
 
 import equinox as eqx
+import equinox.internal
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -132,6 +133,18 @@ def split_like(x: Any, like: Any) -> Any:
     sharding = jax.typeof(like).sharding
     is_split = any(names is not None for names in sharding.spec)
     return jax.sharding.reshard(x, sharding) if is_split else x
+
+
+def while_loop(cond_fun: Any, body_fun: Any, init: Any, max_steps: int | None) -> Any:
+    """`jax.lax.while_loop`; with `max_steps`, one with a derivative in reverse mode.
+
+    It stops after `max_steps` steps. In the backward pass it recomputes the steps from
+    a number of checkpoints that grows with the square root of `max_steps`.
+    """
+    if max_steps is None:
+        return jax.lax.while_loop(cond_fun, body_fun, init)
+    loop = equinox.internal.while_loop
+    return loop(cond_fun, body_fun, init, max_steps=max_steps, kind="checkpointed")
 
 
 # --- Meshes ---------------------------------------------------------------------------

@@ -7,10 +7,13 @@ from typing import Any, Final, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 
-from .._compat import boundary
+from .._compat import boundary, manual_axes, while_loop as run_while
+from .._errors import show
 from .._tree.base import keystr
+from .._tree.keys import is_typed
 from .._tree.walk import is_array
 from .carry import Loop, Step
 from .creation import check_not_created, create_fields, run_once
@@ -166,7 +169,11 @@ def _pair_of(out: Any) -> tuple[Any, tuple[Any, Any]]:
 
 @boundary
 def while_loop(
-    cond_fun: Callable[[_C], Any], body_fun: Callable[[_C], _C], init_val: _C
+    cond_fun: Callable[[_C], Any],
+    body_fun: Callable[[_C], _C],
+    init_val: _C,
+    *,
+    max_steps: int | None = None,
 ) -> _C:
     """`jax.lax.while_loop` that carries state from step to step.
 
@@ -179,6 +186,12 @@ def while_loop(
     - `cond_fun`: takes the carry; returns whether to continue. It may not write state.
     - `body_fun`: takes the carry; returns the new one.
     - `init_val`: the first carry, any pytree.
+    - `max_steps`: how many steps the loop may take, a Python integer. JAX can
+        differentiate the loop in reverse mode only with such a limit. The backward pass
+        recomputes the steps from stored carries, about `sqrt(2 * max_steps)` of them,
+        and so the memory depends on `max_steps`, and the time on the steps that the
+        loop takes. A loop with a limit has no derivative in forward mode: for
+        `es.jvp`, leave out `max_steps`.
 
     **Returns:**
 
@@ -186,14 +199,17 @@ def while_loop(
 
     **Raises:**
 
-    - `ValueError`: `cond_fun` wrote state; or `es.capture` was to record a value in a
-        step.
+    - `ValueError`: `cond_fun` wrote state; `es.capture` was to record a value in a
+        step; or `max_steps` is not a positive integer.
+    - `eqx.EquinoxRuntimeError`: `cond_fun` is still true after `max_steps` steps.
+    - `NotImplementedError`: `max_steps` is given inside `es.shard_map`.
     - All errors of `es.scan` about the carry.
 
     !!! example
 
         ```python
         import eqx_state as es
+        import jax.numpy as jnp
 
 
         class Halving(es.Module):
@@ -209,8 +225,25 @@ def while_loop(
 
         y, model = es.mutable(Halving())(20.0)
         assert y == 0.625 and model.steps == 5
+
+
+        # The square root by Newton's method, and its derivative.
+        def sqrt(x):
+            def is_far(y):
+                return abs(y * y - x) > 1e-4
+
+            return es.while_loop(is_far, lambda y: (y + x / y) / 2, x, max_steps=20)
+
+
+        (y, _), slope = es.value_and_grad(sqrt)(jnp.array(4.0))
+        assert jnp.allclose(y, 2.0) and jnp.allclose(slope, 0.25, atol=1e-3)
         ```
     """
+    if max_steps is not None:
+        if type(max_steps) is not int or max_steps < 1:
+            raise ValueError(_NO_LIMIT.format(show(max_steps)))
+        if manual_axes():  # neither Equinox's loop nor `eqx.error_if` works there
+            raise NotImplementedError(_ON_DEVICES.format(max_steps))
 
     def create() -> None:
         for f in (cond_fun, body_fun):
@@ -225,8 +258,21 @@ def while_loop(
         arrays, state = _only_carry(loop.step(carry, body_fun))
         return arrays, loop.varied(state, lambda: go_on(carry))
 
-    final = jax.lax.while_loop(go_on, body, loop.first_carry(body))
+    final = run_while(go_on, body, loop.first_carry(body), max_steps)
+    if max_steps is not None:
+        final = _error_if(final, go_on(final), _TOO_MANY_STEPS.format(max_steps))
     return loop.finish(final)
+
+
+def _error_if(tree: Any, failed: Any, message: str) -> Any:
+    """`eqx.error_if`, which does not take typed keys."""
+    unwrapped = jtu.tree_map(lambda x: jr.key_data(x) if is_typed(x) else x, tree)
+    checked = eqx.error_if(unwrapped, failed, message)
+
+    def wrap(x: Any, old: Any) -> Any:
+        return jr.wrap_key_data(x, impl=jr.key_impl(old)) if is_typed(old) else x
+
+    return jtu.tree_map(wrap, checked, tree)
 
 
 def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
@@ -318,6 +364,21 @@ layers in turn: `es.nn.Stacked(layers)(x)`. To create a stack for `xs`: \
 _COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It can only return \
 a bool, so the write would be lost. Write in `body_fun`, and put what `cond_fun` needs \
 into the carry."""
+
+_NO_LIMIT: Final = """`es.while_loop(..., max_steps={})`: the limit must be a Python \
+integer, at least 1. It decides how many carries the compiled program stores."""
+
+_ON_DEVICES: Final = """`es.while_loop(..., max_steps={0})` does not work inside \
+`es.shard_map`. Run the steps by `es.scan`, and skip those after the last one:
+
+    def step(x, _):
+        return es.cond(is_far(x), self.layer, lambda x: x, x), None
+
+    x, _ = es.scan(step, x, length={0})"""
+
+_TOO_MANY_STEPS: Final = """`es.while_loop(..., max_steps={0})`: `cond_fun` is still \
+true after {0} steps. Pass a larger `max_steps`; or, if the loop may stop early, count \
+the steps in the carry, and let `cond_fun` compare the count."""
 
 _SOWN: Final = """Cannot capture {} in a step of `es.while_loop` or `es.fori_loop`: \
 only the last carry leaves such a loop. Use `es.scan`, which stacks the captured \

@@ -171,6 +171,8 @@ def check_loops(model: Model, x: Array) -> None:
         return carry
 
     assert_type(es.while_loop(not_done, body, (0, model)), tuple[int, Model])
+    bounded = es.while_loop(not_done, body, (0, model), max_steps=9)
+    assert_type(bounded, tuple[int, Model])
     assert_type(es.fori_loop(0, 3, lambda i, y: model(y), x), Array)
     assert_type(es.fori_loop(0, x, same, model, unroll=2), Model)
 
