@@ -177,6 +177,30 @@ def test_an_owned_module_in_the_arguments_draws_as_if_closed_over(entry):
     assert eqx.tree_equal(new, after)
 
 
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("entry", [P(), {es.Rng: P()}], ids=["split", "shared"])
+def test_each_device_has_the_keys_of_a_module_that_no_scope_owns(entry, checked):
+    def draw(argument, xs):
+        (norm,), key = argument
+        return es.mutable(norm.noisy)(0 * xs)[0], jr.normal(key, xs.shape) + 0 * xs
+
+    entries = [[entry], P()], ROWS
+    own, bare = mapped(draw, entries, check_vma=checked)([[Norm()], jr.key(1)], XS)
+    assert (own[0] == own[2]).all() == (entry != P())
+    assert (bare[0] == bare[2]).all()
+
+    def returned(norm, xs):
+        return norm.replace(weight=norm.weight + 1.0), xs
+
+    run = mapped(returned, (entry, ROWS), (P(), ROWS), check_vma=checked)
+    if entry == P():
+        says = r"`out_specs=P\(\)`.* `rng` differs.*`in_specs=\(\{es\.Rng: P\(\)\}"
+        with pytest.raises(ValueError, match=says):
+            run(Norm(), XS)
+    else:
+        assert run(Norm(), XS)[0].weight == 3.0
+
+
 def test_keys_in_arrays_and_legacy_keys_are_split():
     class Keys(es.Module):
         many: es.Rng

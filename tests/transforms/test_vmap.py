@@ -143,13 +143,137 @@ def test_state_that_has_the_form_of_a_legacy_key_is_shared():
         assert (ys == 0).all()
 
 
-@reuses_keys
-def test_a_key_is_data_outside_a_scope_and_none_shares_it():
-    def draws(axis):
-        f = es.vmap(lambda m, x: jr.normal(m[0].rng) + x, (axis, 0))
-        return len(set(f([Noisy(jr.key(0))], jnp.zeros(3)).tolist()))
+class Plain(eqx.Module):
+    """Equinox's own, with a key of its own and a layer."""
 
-    assert (draws(None), draws({es.Rng: es.SPLIT})) == (1, 3)
+    key: jax.Array
+    noisy: Noisy
+
+
+class Cached(es.Module):
+    cache: es.State[dict]  # with a typed key in it
+
+
+def draw(key, x):
+    return jr.normal(key) + 0 * x
+
+
+def drawn(model, x):
+    """A draw by a layer that no scope owns."""
+    return es.mutable(model)(0 * x)[0]
+
+
+def gradient(model, x):
+    return es.grad(lambda m: m(0 * x) * (1 + m.weight))(model)[0].weight
+
+
+class Weighted(Noisy):
+    weight: es.Parameter = 1.0
+
+
+def noisy(make=jr.key):
+    return Noisy(make(0))
+
+
+# A function, its arguments, `in_axes`, and the number of draws in three lanes.
+KEYS = {
+    "typed": (drawn, (noisy(),), (None, 0), 3),
+    "legacy": (drawn, (noisy(jr.PRNGKey),), (None, 0), 3),
+    "a key for all": (drawn, (noisy(),), ({es.Rng: None}, 0), 1),
+    "split by a rule": (drawn, (noisy(),), ({es.Rng: es.SPLIT}, 0), 3),
+    "a stream": (
+        lambda m, x: es.mutable(lambda m: draw(m(), x))(m)[0],
+        (es.RngStream(0),),
+        (None, 0),
+        3,
+    ),
+    "in a list": (lambda m, x: drawn(m[0], x), ([noisy()],), (None, 0), 3),
+    "in a prefix": (lambda m, x: drawn(m[0], x), ([noisy()],), ([None], 0), 3),
+    "a key in a list": (lambda m, x: draw(m[0], x), ([jr.key(0)],), (None, 0), 1),
+    "a key in Equinox": (
+        lambda m, x: draw(m.key, x),
+        (Plain(jr.key(0), noisy()),),
+        (None, 0),
+        3,
+    ),
+    "a layer in Equinox": (
+        lambda m, x: drawn(m.noisy, x),
+        (Plain(jr.key(0), noisy()),),
+        (None, 0),
+        3,
+    ),
+    "a typed key in state": (
+        lambda m, x: draw(m.cache["key"], x),
+        (Cached({"key": jr.key(0)}),),
+        (None, 0),
+        3,
+    ),
+    "a key in a partial": (
+        lambda f, x: f(x),
+        (eqx.Partial(draw, jr.key(0)),),
+        (None, 0),
+        1,
+    ),
+    "a layer in a partial": (
+        lambda f, x: f(x),
+        (eqx.Partial(drawn, noisy()),),
+        (None, 0),
+        3,
+    ),
+    "gradients": (gradient, (Weighted(jr.key(0)),), (None, 0), 3),
+    "a tree of axes": (
+        lambda m, x: draw(m.rng, x),
+        (noisy(),),
+        (es.spec(noisy(), {}), 0),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("scope", ["no scope", "a scope", "es.jit"])
+@pytest.mark.parametrize("name", KEYS)
+@reuses_keys
+def test_each_lane_has_the_keys_of_a_module_among_the_arguments(name, scope):
+    f, args, in_axes, number = KEYS[name]
+    run = lambda args: es.vmap(f, in_axes)(*args, jnp.zeros(3))  # noqa: E731
+    if scope == "a scope":
+        run = lambda args, run=run: es.mutable(run)(args)[0]  # noqa: E731
+    run = es.jit(run) if scope == "es.jit" else run
+    assert len(set(run(args).tolist())) == number
+
+
+@reuses_keys
+def test_the_lanes_of_a_lane_have_their_own_keys_and_methods_are_functions():
+    inner = es.vmap(drawn, (None, 0))
+    ys = es.vmap(inner, (None, 0))(noisy(), jnp.zeros((2, 3)))
+    assert len(set(ys.ravel().tolist())) == 6
+
+    class Ensemble(es.Module):
+        members: Noisy
+
+        @ft.partial(es.vmap, in_axes=(None, 0))
+        def __call__(self, other, x):
+            return drawn(self.members, x), drawn(other, x)
+
+    for ys in Ensemble(noisy())(Noisy(jr.key(1)), jnp.zeros(3)):
+        assert len(set(ys.tolist())) == 3
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_module_that_all_lanes_return_has_one_key(owned):
+    def run(model, entry=None, f=lambda m, x: (m, x)):
+        return es.vmap(f, (entry, 0), (None, 0))(model, XS)
+
+    def call(*args):
+        return es.mutable(run)(*args)[0] if owned else run(*args)
+
+    says = r"module as one value.*`out_axes=None`.*`\[0\]\.rng`.*\(\{es\.Rng: None\}"
+    with pytest.raises(ValueError, match=says):
+        call([noisy()])
+    (returned,), _ = call([noisy()], {es.Rng: None})
+    assert returned.rng == jr.key(0)
+    with pytest.raises(ValueError, match="out_axes"):  # that of JAX
+        call([noisy()], None, lambda m, x: x)
 
 
 @pytest.mark.parametrize("typed", [True, False])

@@ -316,3 +316,12 @@ def test_a_loop_or_branch_equals_the_hand_written_program(make, hand_written):
     theirs = eqx.filter_jit(hand_written)
     assert opcodes(ours, model, x) == opcodes(theirs, model, x)
     assert eqx.tree_equal(ours(model, x), theirs(model, x))
+
+
+def test_keys_that_no_lane_draws_from_cost_nothing():
+    model, xs = Net(jr.key(0)).eval(), jnp.ones((BATCH, SIZES[0]))
+    ours, theirs = (
+        eqx.filter_jit(vmap(lambda model, x: model(x), (None, 0)))
+        for vmap in (es.vmap, jax.vmap)
+    )
+    assert opcodes(ours, model, xs) == opcodes(theirs, model, xs)

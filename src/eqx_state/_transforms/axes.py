@@ -22,7 +22,7 @@ from .._tree.rules import check_rules, is_rules, RuleMatcher
 from .._tree.walk import leaves, Visit
 from .._typing import KeyPath
 from .lift import Lifted
-from .reach import closed_over, is_model
+from .reach import closed_over, is_model, WRAPPERS
 from .roots import Root
 from .transform import Transform
 
@@ -42,18 +42,21 @@ SPLIT: Final = _Split()
 class AbstractMap(Transform):
     """`es.vmap` or `es.shard_map` of a function.
 
-    - `in_axes`: the entries for the arguments; `axes`: the rules for the function and
-        for the modules that it closes over.
-    - `caller`, `entries`: the names of the transform and of its parameter `in_axes`,
-        for errors.
+    - `in_axes`, `out_axes`: the entries for the arguments and for the output; `axes`:
+        the rules for the function and for the modules that it closes over.
+    - `caller`, `entries`, `outputs`: the names of the transform and of its parameters
+        `in_axes` and `out_axes`, for errors; `nothing`: the entry that shares an array.
     - `shared`: the value that marks an array as shared by all lanes, instead of an
         axis.
     """
 
     in_axes: Any = eqx.field(static=True)
+    out_axes: Any = eqx.field(static=True)
     axes: tuple[tuple[Any, Any], ...] = eqx.field(static=True)
     caller: ClassVar[str]
     entries: ClassVar[str]
+    outputs: ClassVar[str]
+    nothing: ClassVar[str]
     shared: ClassVar[Any] = None
 
     def axis_by_entry(self, entry: Any, x: Any) -> Any:
@@ -104,15 +107,8 @@ class ArgumentAxes:
         in_axes = transform.in_axes
         is_sequence = isinstance(in_axes, (tuple, list))
         entries = tuple(in_axes) if is_sequence else (in_axes,) * len(args)
-        self.pairs: list[tuple[Any, Any]] = []
         try:
-            jtu.tree_map(
-                lambda *pair: self.pairs.append(pair),
-                entries,
-                args,
-                # Unlike any other dict of axes, rules are one entry, and not a prefix.
-                is_leaf=lambda x: x is None or is_rules(x),
-            )
+            self.pairs = pairs_of(entries, args)
         except ValueError as error:
             names = transform.caller, transform.entries
             raise ValueError(_NOT_A_PREFIX.format(*names, error)) from None
@@ -134,8 +130,9 @@ class ArgumentAxes:
                     axis = self.transform.axis_by_rule(x, rules, key_of(x))
                 elif is_traceable(x.node):
                     axis = self.transform.axis_by_entry(entry, x.node)
-                    if axis is shared and is_owned(visit.node):
-                        # As if the function closed over the module.
+                    if axis is shared and is_in_model(x):
+                        # As if a scope owned the module, and the function closed over
+                        # it. A key outside of modules is shared, as in JAX.
                         axis = self.transform.axis_by_default(x)
                 axes.append(axis)
         return axes
@@ -171,6 +168,22 @@ class ArgumentAxes:
         """Raise `ValueError` for a filter among the entries that matches nothing."""
         for matcher in self.matchers.values():
             matcher.check_matched()
+
+
+def pairs_of(entries: Any, tree: Any) -> list[tuple[Any, Any]]:
+    """Each entry of a prefix tree of axes, with the part of `tree` that it applies to.
+
+    Raises `ValueError` if it is not a prefix.
+    """
+    pairs: list[tuple[Any, Any]] = []
+    jtu.tree_map(
+        lambda *pair: pairs.append(pair),
+        entries,
+        tree,
+        # Unlike any other dict of axes, rules are one entry, and not a prefix.
+        is_leaf=lambda x: x is None or is_rules(x),
+    )
+    return pairs
 
 
 class FunctionAxes:
@@ -244,6 +257,11 @@ class FunctionAxes:
     def check_matched(self) -> None:
         """Raise `ValueError` for a filter that matches nothing."""
         self.matcher.check_matched(_IN_REACH.format(self.transform.entries))
+
+
+def is_in_model(visit: Visit) -> bool:
+    """Whether a leaf is in a module, and not only in a wrapper of a function."""
+    return not all(issubclass(cls, WRAPPERS) for cls in visit.context.owners)
 
 
 def _seen_from(visit: Visit) -> list[Visit]:

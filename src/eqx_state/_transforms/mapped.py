@@ -16,8 +16,15 @@ from .._state.scope import is_owned
 from .._tree.base import is_module
 from .._tree.dtypes import is_traceable
 from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
-from .._tree.walk import name_of, Visit
-from .axes import AbstractMap, ArgumentAxes, FunctionAxes, SPLIT
+from .._tree.walk import leaves, name_of, Visit
+from .axes import (
+    AbstractMap,
+    ArgumentAxes,
+    FunctionAxes,
+    is_in_model,
+    pairs_of,
+    SPLIT,
+)
 from .callables import is_bound_method
 from .creation import check_not_created
 from .cut import cut
@@ -109,6 +116,7 @@ class Mapped:
         self.rows = [row for row in rows if row.axis is not None]
         # For each split key, the key that its module stores if a lane used it.
         self.advanced: Values = {}
+        self.splits = any(row.axis is SPLIT for row in self.rows)
         # Not only of `lifted.writable`: in `init` a NumPy array may be replaced.
         arrays = (slot for slot, x in lifted.values.items() if is_traceable(x))
         self.groups = [*dict.fromkeys(map(self.group_of, arrays))]
@@ -183,8 +191,24 @@ class Mapped:
         if unreduced:
             names = [self.lifted.name(slot) for slot in unreduced]
             raise ValueError(not_reduced(names, unreduced))
+        self._check_returned(ran.out, differs)
         out, rest = cut(ran.out)
         return ran._replace(out=out, written=groups), StaticOutput((rest, used))
+
+    def _check_returned(self, out: Any, differs: Callable[[Any, Any], bool]) -> None:
+        """Raise `ValueError` for a module that is one output, but has several keys."""
+        transform = self.transform
+        try:
+            pairs = pairs_of(transform.out_axes, out) if self.splits else []
+        except ValueError:
+            return  # JAX raises the error
+        for entry, part in pairs:
+            for x in filter(is_in_model, leaves(part)):
+                is_split = transform.axis_by_default(x) is SPLIT
+                if is_split and differs(x.node, transform.axis_by_entry(entry, x.node)):
+                    caller, nothing = transform.caller, transform.nothing
+                    names = transform.outputs, transform.entries
+                    raise ValueError(_OWN_KEYS.format(caller, x.name, nothing, *names))
 
     def finish(self, ran: Ran, rest: StaticOutput) -> Any:
         """Write to the modules outside, and return the whole output."""
@@ -234,6 +258,12 @@ def _opened(f: Any) -> Any:
     is_method = is_bound_method(f) and isinstance(f.__self__, eqx.Module)
     return eqx.Partial(f.__func__, f.__self__) if is_method else f
 
+
+_OWN_KEYS: Final = """`{0}`: the function returns a module as one value, `{3}={2}`, \
+but its key `{1}` differs: the call has split it, so that all draw different numbers. \
+Return no module: call the whole in `es.mutable`, which returns the new model with its \
+keys. Or let all draw the same numbers, by rules as the entry of the module: \
+`{4}=({{es.Rng: {2}}}, ...)`."""
 
 _NOT_A_KEY: Final = """`{0}`: `es.SPLIT` is the axis of `{1}`, which is not a PRNG \
 key. Only keys can be split: map an array over an axis, or share it with `None`."""

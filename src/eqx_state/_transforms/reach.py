@@ -26,6 +26,8 @@ from .transform import Transform
 
 
 _ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
+# The modules that are wrappers of a function.
+WRAPPERS: Final = (eqx.Partial, Transform)
 _DICTS: Final = (dict, collections.OrderedDict, collections.defaultdict)
 
 
@@ -89,7 +91,7 @@ def _is_opaque(x: Any) -> bool:
 
 def is_model(x: Any) -> bool:
     """Whether `x` is a module, and not a wrapper of a function."""
-    return is_eqx_module(x) and not isinstance(x, (eqx.Partial, Transform))
+    return is_eqx_module(x) and not isinstance(x, WRAPPERS)
 
 
 def owned_in(x: Any) -> list[Any]:

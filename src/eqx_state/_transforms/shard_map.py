@@ -34,10 +34,9 @@ _BY_DEFAULT: Final = object()
 
 class _ShardMap(AbstractMap):
     caller = "es.shard_map"
-    entries = "in_specs"
+    entries, outputs, nothing = "in_specs", "out_specs", "P()"
     shared = _BY_DEFAULT
     mesh: Any = eqx.field(static=True)
-    out_specs: Any = eqx.field(static=True)
     axis_names: frozenset[Any] = eqx.field(static=True)
     check_vma: bool = eqx.field(static=True)
 
@@ -93,7 +92,7 @@ class _ShardMap(AbstractMap):
 
         specs = call.tree(_spec(row.axis) for row in call.rows)
         groups = [*map(_spec, call.groups)]
-        specs_of_ran = Ran(self.out_specs, groups, PartitionSpec(names))
+        specs_of_ran = Ran(self.out_axes, groups, PartitionSpec(names))
         mapped = jax.shard_map(
             device,
             mesh=self.mesh,
@@ -151,10 +150,10 @@ def shard_map(
         the result is a decorator.
     - `out_specs`, `in_specs`, `mesh`, `axis_names`, `check_vma`: as for
         `jax.shard_map`. Modules among the arguments are mapped by `in_specs`, in which
-        an entry may be a mapping like `axes`. For a module that `es.mutable` makes
-        writable, `P()` means the defaults of `axes`, so each device draws from its own
-        keys; `{es.Rng: P()}` shares them. The `self` of a decorated method has no
-        entry. Leaves that are not arrays are passed on unchanged. With
+        an entry may be a mapping like `axes`. For a module, `P()` means the defaults of
+        `axes`, so each device draws from its own keys; `{es.Rng: P()}` shares them. A
+        key outside of modules is shared by `P()`. The `self` of a decorated method has
+        no entry. Leaves that are not arrays are passed on unchanged. With
         `check_vma=False`, the function may only write state that `axes` names. A key
         that is assigned is then kept only with `axes={es.Rng: P()}`.
     - `axes`: rules from filters to `jax.sharding.PartitionSpec`s, as in
@@ -172,7 +171,8 @@ def shard_map(
 
     - `ValueError`: the devices wrote different values to a state that they share; a
         spec does not fit an array; a filter in `axes` matches nothing; `axes` would map
-        an array of a module that the function only closes over, outside `es.mutable`.
+        an array of a module that the function only closes over, outside `es.mutable`;
+        the devices return a module with `out_specs=P()`, but each with its own key.
     - `TypeError`: a spec is not a `PartitionSpec`.
 
     !!! example
@@ -201,14 +201,22 @@ def shard_map(
         ```
     """
     options: dict[str, Any] = dict(
-        out_specs=out_specs,
         mesh=mesh,
         axis_names=frozenset(axis_names),
         check_vma=check_vma,
     )
     if f is None:
-        return ft.partial(shard_map, in_specs=in_specs, axes=axes, **options)
+        return ft.partial(
+            shard_map, in_specs=in_specs, out_specs=out_specs, axes=axes, **options
+        )
     check_rules(axes or {}, "`es.shard_map(axes=...)`")
     # Not `_BY_DEFAULT` for `None`: these are the user's own specs.
     specs = {k: PartitionSpec() if x is None else x for k, x in (axes or {}).items()}
-    return wrap(_ShardMap, f, in_axes=in_specs, axes=tuple(specs.items()), **options)
+    return wrap(
+        _ShardMap,
+        f,
+        in_axes=in_specs,
+        out_axes=out_specs,
+        axes=tuple(specs.items()),
+        **options,
+    )

@@ -36,8 +36,7 @@ from .transform import wrap
 
 class _Vmap(AbstractMap):
     caller = "es.vmap"
-    entries = "in_axes"
-    out_axes: Any = eqx.field(static=True)
+    entries, outputs, nothing = "in_axes", "out_axes", "None"
     axis_name: Any = eqx.field(static=True)
     axis_size: int | None = eqx.field(static=True)
     spmd_axis_name: Any = eqx.field(static=True)
@@ -151,10 +150,10 @@ def vmap(
         itself, or that `f` closes over, are mapped by the rules in `axes`.
     - `in_axes`, `out_axes`, `axis_name`, `axis_size`, `spmd_axis_name`: as for
         `jax.vmap`. Modules among the arguments are mapped by `in_axes`, in which an
-        entry may be a mapping like `axes`. For a module that `es.mutable` makes
-        writable, `None` means the defaults of `axes`, so each lane draws from its own
-        keys; `{es.Rng: None}` shares them. Leaves that are not arrays are passed on
-        unchanged.
+        entry may be a mapping like `axes`. For a module, `None` means the defaults of
+        `axes`, so each lane draws from its own keys; `{es.Rng: None}` shares them. A
+        key outside of modules is shared by `None`, and so is a key whose own entry in a
+        tree of axes is `None`. Leaves that are not arrays are passed on unchanged.
     - `axes`: rules from filters to axes, as in [`es.spec`][eqx_state.spec]. Names begin
         at the function itself, if it is a module, and at each module that it closes
         over. By default `es.Rng` is `es.SPLIT`, as are typed keys in other state, and
@@ -175,9 +174,10 @@ def vmap(
         without `axes`.
     - `ValueError`: the lanes wrote different values to a state that they share; a
         filter in `axes` that is not a kind matches nothing; `axes` would map an array
-        of a module that the function only closes over, outside `es.mutable`; an array
-        does not have the axis; the sizes differ; a state is written both as an argument
-        and through the closure; a written state is not an array.
+        of a module that the function only closes over, outside `es.mutable`; the lanes
+        return a module with `out_axes=None`, but each with its own key; an array does
+        not have the axis; the sizes differ; a state is written both as an argument and
+        through the closure; a written state is not an array.
 
     !!! example
 
