@@ -55,7 +55,7 @@ def _select(
         @ft.wraps(f)  # JAX uses the name in its messages
         def run(arrays: Any) -> Ran:
             operands = rest.join(arrays)
-            ran = lifted.run(lifted.values, lambda: f(*operands))
+            ran = lifted.run(lifted.values, lambda: f(*operands), (f, operands))
             ran = traces.add(ran)
             state = {**lifted.writable, **ran.written}
             for slot, x in state.items() if is_manual else ():

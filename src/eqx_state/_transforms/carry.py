@@ -145,10 +145,16 @@ class Loop:
         f: Callable[[Any], Any],
         slices: Values | None = None,
         unpack: Callable[[Any], tuple[Any, Any]] = lambda out: (out, None),
+        others: Any = (),
     ) -> Step:
-        """Run one step. `unpack` splits the output of `f` into the carry and a rest."""
+        """Run one step: `f` of the carry.
+
+        `unpack` splits the output of `f` into the carry and a rest. `others`: what `f`
+        binds, the user's function and its other arguments.
+        """
         given, values = self.enter(carry, slices)
-        ran = self.lifted.run(values, lambda: f(given), returned=self.carried)
+        call, seen = lambda: f(given), (f, given, others)
+        ran = self.lifted.run(values, call, seen, returned=self.carried)
         new, rest = unpack(ran.out)
         self._check_returned(values, new, ran.written)
         arrays, rest_of_carry = cut(new)

@@ -43,15 +43,17 @@ def create_fields(
 ) -> None:
     """Run `call()`, which calls `f` with these arguments, for `lift_with_fields`."""
     # Not as arguments, which would be copied: the call initializes the originals.
-    run_once(Lifted((f, arguments)), {}, call)
+    run_once(Lifted((f, arguments)), {}, call, (f, arguments))
 
 
-def run_once(lifted: Lifted, values: Values, call: Callable[[], Any]) -> None:
+def run_once(
+    lifted: Lifted, values: Values, call: Callable[[], Any], given: Any
+) -> None:
     """Run `call()` outside a trace, with these values instead of the modules' own.
 
     Its writes are dropped, because the transform runs the function again.
     """
-    ran = lifted.run({**lifted.values, **values}, call)
+    ran = lifted.run({**lifted.values, **values}, call, given)
     lifted.commit(ran._replace(written={}))
 
 

@@ -98,9 +98,8 @@ class Gradient(Transform):
             codecs = codecs_of(self.cast)
             scope = observed(self.kinds, reports=reports, codecs=codecs)
             here = given._replace(leaves=with_selected(inputs, given.leaves))
-            ran = lifted.run(
-                lifted.values, lambda: run_on_copy(model, scope, call, here)
-            )
+            run = lambda: run_on_copy(model, scope, call, here)  # noqa: E731
+            ran = lifted.run(lifted.values, run, (self.f, args, kwargs))
             out, new = ran.out
             loss = with_aux(out)[0] if self.has_aux else out
             _check_loss(loss, self.name)

@@ -38,6 +38,7 @@ from .._tree.compare import same
 from .._tree.observe import OBSERVING
 from .._tree.walk import flatten, Visit
 from .clashes import check_not_covered, check_written_once
+from .entries import check_unchanged, contents_in
 from .reach import models_in, owned_in
 from .roots import (
     Copies,
@@ -179,11 +180,13 @@ class Lifted:
         self,
         values: Values,
         call: Callable[[], Any],
+        given: Any,
         returned: Collection[int] = (),
     ) -> Ran:
         """Run `call()` in the active trace, while the modules have these values.
 
-        `returned`: the slots of copies that the transform returns in any case.
+        - `given`: the function that `call` calls, and its arguments.
+        - `returned`: the slots of copies that the transform returns in any case.
 
         JAX decides how often it traces a function: a loop traces its body twice if weak
         types in the carry have to settle, and a function that is passed as two branches
@@ -195,7 +198,9 @@ class Lifted:
             for scope in inner.values():
                 stack.enter_context(scope)
             stack.enter_context(self._swapped(values, inner))
+            before = contents_in(given)
             given_out = self._called(call)
+            check_unchanged(before, given_out)
             self.created = [
                 (scope, inner[id(scope)].take_created())
                 for scope in self.scopes

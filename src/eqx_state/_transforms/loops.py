@@ -106,7 +106,8 @@ def scan(
     def run(carry: Any, x: Any) -> Step:
         x, slices = x
         x = others.join(x)
-        return loop.step(carry, lambda carry: f(carry, x), slices, _pair_of)
+        call = lambda carry: f(carry, x)  # noqa: E731
+        return loop.step(carry, call, slices, _pair_of, (f, x))
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         (carry, ran), slices = run(carry, x), x[1]
@@ -149,7 +150,7 @@ def _create_fields(f: Any, init: Any, xs: Any, index: int) -> None:
     arrays, rest = cut(lifted.arguments)
     arrays = jtu.tree_map(lambda x: _slice_of(x, index), arrays)
     x = rest.join(arrays)
-    run_once(lifted, slices, lambda: f(init, x))
+    run_once(lifted, slices, lambda: f(init, x), (f, init, x))
     check_not_created(lifted, lambda root, _: root.is_copy, "step of `es.scan`")
 
 
@@ -278,7 +279,7 @@ def _error_if(tree: Any, failed: Any, message: str) -> Any:
 def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
     """Call `cond_fun`, which can return only a bool."""
     given, values = loop.enter(carry)
-    ran = loop.lifted.run(values, lambda: cond_fun(given))
+    ran = loop.lifted.run(values, lambda: cond_fun(given), (cond_fun, given))
     out, written = ran.without_sown(_SOWN)
     if names := [f"`{loop.lifted.name(slot)}`" for slot in written]:
         raise ValueError(_COND_WROTE.format(", ".join(names)))
@@ -345,7 +346,8 @@ def fori_loop(
     loop = Loop((body_fun,), init_val, create=create)
 
     def body(i: Any, carry: Any) -> Any:
-        return _only_carry(loop.step(carry, lambda carry: body_fun(i, carry)))
+        call = ft.partial(body_fun, i)
+        return _only_carry(loop.step(carry, call, others=body_fun))
 
     carry = loop.first_carry(lambda carry: body(lower, carry))
     final = jax.lax.fori_loop(lower, upper, body, carry, unroll=unroll)

@@ -177,7 +177,8 @@ class Mapped:
         """
         inputs = self.rest.join(inputs)
         values = self.lifted.values | {k.slot: x for k, x in inputs.modules.items()}
-        ran = self.lifted.run(values, lambda: inputs.f(*inputs.args, **inputs.kwargs))
+        call = lambda: inputs.f(*inputs.args, **inputs.kwargs)  # noqa: E731
+        ran = self.lifted.run(values, call, inputs)
         groups: list[Values] = [{} for _ in self.groups]
         used, unreduced = [], {}
         for slot, x in ran.written.items():

@@ -61,7 +61,8 @@ class PureCall:
         new = jtu.tree_leaves(self.rest.join(arrays))
         args, before = self.lifted.fill(self.args, new)
         values = {**self.lifted.values, **before}
-        return self.lifted.run(values, lambda: f(*args, **self.kwargs)), before
+        call = lambda: f(*args, **self.kwargs)  # noqa: E731
+        return self.lifted.run(values, call, (f, args, self.kwargs)), before
 
 
 class Primal:
