@@ -5,8 +5,7 @@ lanes do not simply share. The rest of a transform does not need to know where a
 or its axis came from.
 """
 
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -17,6 +16,7 @@ from .._tree.base import is_module
 from .._tree.dtypes import is_traceable
 from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
 from .._tree.walk import leaves, name_of, Visit
+from .advice import Cause, sources
 from .axes import (
     AbstractMap,
     ArgumentAxes,
@@ -27,7 +27,7 @@ from .axes import (
 )
 from .callables import is_bound_method
 from .creation import check_not_created
-from .cut import cut
+from .cut import cut, Rest
 from .lift import Lifted, Ran
 from .reach import check_given
 from .roots import by_entry, Root, Values
@@ -43,7 +43,11 @@ class Row(NamedTuple):
 
 
 class _Key(NamedTuple):
-    """The dict key of a leaf of an owned module. JAX prints its `name` in errors."""
+    """The dict key of a leaf of an owned module.
+
+    JAX prints the `repr` of a dict key in its errors, and users know the `name` of a
+    leaf. But the name cannot be the key: two models may have one name.
+    """
 
     slot: int
     name: str
@@ -95,28 +99,28 @@ class Mapped:
             function.check_matched()
             self.arguments.check_matched()
         self.axes = function.by_slot
-        rows: list[Row] = []  # of all leaves, in the order of flattening
+        given: list[Row] = []
         for x, axes in by_entry(lifted.arguments, self.arguments.axes):
             if is_owned(x):
                 self.axes.update(zip(lifted.slots(x), axes, strict=True))
-            rows.append(Row(x, None if is_owned(x) else axes[0]))
-        rows += map(Row, jtu.tree_leaves(f, is_leaf=is_owned), function.axes)
-        inside = [
-            Row(lifted.values[slot], axis, slot)
-            for slot, axis in sorted(self.axes.items(), key=operator.itemgetter(0))
-            if axis is not None
-        ]
-        modules = {_Key(x.slot, lifted.name(x.slot)): x.value for x in inside}
-        everything = Inputs(*lifted.arguments, f, modules)
-        rows += inside
-        treedef = jtu.tree_structure(everything, is_leaf=is_owned)
-        is_mapped = treedef.unflatten(row.axis is not None for row in rows)
-        mapped, self.rest = cut(everything, is_mapped)
-        self.tree: Callable[[Any], Inputs] = jtu.tree_structure(mapped).unflatten
-        self.rows = [row for row in rows if row.axis is not None]
+            given.append(Row(x, None if is_owned(x) else axes[0]))
+        own = map(Row, jtu.tree_leaves(f, is_leaf=is_owned), function.axes)
+        rows = Inputs(
+            *_tree_of(given, lifted.arguments),
+            _tree_of(own, f),
+            {
+                _Key(slot, lifted.name(slot)): Row(lifted.values[slot], axis, slot)
+                for slot, axis in self.axes.items()
+                if axis is not None
+            },
+        )
+        mapped = _map(lambda row: None if row.axis is None else row, rows)
+        self.rows, treedef = jtu.tree_flatten(mapped, is_leaf=_is_row)
+        self.tree: Callable[[Iterable[Any]], Inputs] = treedef.unflatten
+        self.rest = Rest(_map(lambda x: x.value if x.axis is None else None, rows))
         # For each split key, the key that its module stores if a lane used it.
         self.advanced: Values = {}
-        self.splits = any(row.axis is SPLIT for row in self.rows)
+        self.is_split = [row.axis is SPLIT for row in self.rows]
         # Not only of `lifted.writable`: in `init` a NumPy array may be replaced.
         arrays = (slot for slot, x in lifted.values.items() if is_traceable(x))
         self.groups = [*dict.fromkeys(map(self.group_of, arrays))]
@@ -164,7 +168,7 @@ class Mapped:
         self,
         inputs: Inputs,
         differs: Callable[[Any, Any], bool],
-        not_reduced: Callable[[list[str], Values], str],
+        not_reduced: Callable[[Values, Cause], str],
     ) -> tuple[Ran, StaticOutput]:
         """Call the function in a lane, with the values of this lane.
 
@@ -173,12 +177,9 @@ class Mapped:
 
         `differs(x, axis)` says whether the lanes may have different values although
         `axis` allows only one. For a split key this means that the lanes drew from it.
-        For any other state it is an error, with the text `not_reduced(names, values)`.
+        For any other state it is an error, with the text `not_reduced(states, cause)`.
         """
-        inputs = self.rest.join(inputs)
-        values = self.lifted.values | {k.slot: x for k, x in inputs.modules.items()}
-        call = lambda: inputs.f(*inputs.args, **inputs.kwargs)  # noqa: E731
-        ran = self.lifted.run(values, call, inputs)
+        ran = self._called(inputs)
         groups: list[Values] = [{} for _ in self.groups]
         used, unreduced = [], {}
         for slot, x in ran.written.items():
@@ -190,17 +191,40 @@ class Mapped:
             else:
                 unreduced[slot] = x
         if unreduced:
-            names = [self.lifted.name(slot) for slot in unreduced]
-            raise ValueError(not_reduced(names, unreduced))
+            raise ValueError(not_reduced(unreduced, self._cause(inputs, unreduced)))
         self._check_returned(ran.out, differs)
         out, rest = cut(ran.out)
         return ran._replace(out=out, written=groups), StaticOutput((rest, used))
+
+    def _called(self, arrays: Inputs, state: Mapping[int, Any] = {}) -> Ran:
+        """The result of a lane, with other values of the shared state if given."""
+        inputs = self.rest.join(arrays)
+        own = {key.slot: x for key, x in inputs.modules.items()}
+        call = lambda: inputs.f(*inputs.args, **inputs.kwargs)  # noqa: E731
+        return self.lifted.run({**self.lifted.values, **own, **state}, call, inputs)
+
+    def _cause(self, inputs: Inputs, unreduced: Values) -> Cause:
+        """Why the lanes wrote different values to the first of these states."""
+        slot, x = next(iter(unreduced.items()))
+        now = {key.slot: x for key, x in inputs.modules.items()}
+        old = {slot: now.get(slot, self.lifted.values[slot])}
+        again = lambda *args: self._called(*args).written[slot]  # noqa: E731
+        *used, is_read = sources(again, inputs, old)
+        is_key_of_lane = [
+            is_split
+            for row, is_split, is_used in zip(
+                self.rows, self.is_split, used, strict=True
+            )
+            if is_used and self.transform.is_axis(row.axis)
+        ]
+        is_drawn = bool(is_key_of_lane) and all(is_key_of_lane)
+        return Cause(self.lifted.name(slot), x, is_read, is_drawn)
 
     def _check_returned(self, out: Any, differs: Callable[[Any, Any], bool]) -> None:
         """Raise `ValueError` for a module that is one output, but has several keys."""
         transform = self.transform
         try:
-            pairs = pairs_of(transform.out_axes, out) if self.splits else []
+            pairs = pairs_of(transform.out_axes, out) if any(self.is_split) else []
         except ValueError:
             return  # JAX raises the error
         for entry, part in pairs:
@@ -240,10 +264,13 @@ class Mapped:
         return self.arguments.is_per_lane(root, axes, visit)
 
 
-def reduction(names: list[str], axes: str) -> str:
-    """The code that reduces the first of these states over the lanes."""
-    field = names[0].rpartition(".")[2].partition("[")[0] or "mean"
-    return f"`self.{field} = jax.lax.pmean({field}, {axes})`, or `pmax`, `psum`"
+def _tree_of(rows: Iterable[Row], like: Any) -> Any:
+    """The rows as a tree like this one, in which owned modules count as leaves."""
+    return jtu.tree_structure(like, is_leaf=is_owned).unflatten(rows)
+
+
+def _map(f: Callable[[Row], Any], rows: Inputs) -> Inputs:
+    return jtu.tree_map(f, rows, is_leaf=_is_row)
 
 
 def _is_row(x: Any) -> bool:

@@ -20,9 +20,10 @@ from .._compat import Infer, varying_axes
 from .._tree.keys import num_key_axes
 from .._tree.rules import check_rules
 from .._typing import P, R
+from .advice import Cause
 from .axes import AbstractMap, SPLIT
 from .lift import Ran
-from .mapped import Inputs, Mapped, reduction
+from .mapped import Inputs, Mapped
 from .roots import Values
 from .transform import wrap
 
@@ -70,17 +71,18 @@ class _ShardMap(AbstractMap):
                 return spec is _BY_DEFAULT
             return bool(unmapped(x, spec))
 
-        def not_reduced(states: list[str], values: Values) -> str:
-            listed = "`, `".join(states)
+        def not_reduced(states: Values, cause: Cause) -> str:
+            listed = "`, `".join(map(call.lifted.name, states))
             if not self.check_vma:
                 return _UNCHECKED.format(listed)
-            pairs = ((x, call.group_of(slot)) for slot, x in values.items())
+            pairs = ((x, call.group_of(slot)) for slot, x in states.items())
             over = frozenset().union(*(unmapped(*pair) for pair in pairs))
             missing = tuple(n for n in names if n in over)
             shown = ", ".join(f'"{n}"' for n in missing)
             axes = shown if len(missing) == 1 else f"({shown})"
-            default = _REDUCE.format(axes, reduction(states, axes))
-            advice = call.advice(values, missing) or default
+            default = _DRAWN if cause.is_drawn else _REDUCE
+            default = default.format(cause.reduction(axes)) + _OWN_VALUES.format(axes)
+            advice = call.advice(states, missing) or default
             return _NOT_REDUCED.format(listed, axes) + advice
 
         def device(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
@@ -118,10 +120,15 @@ def _own_key(x: Any, is_split: bool) -> Any:
 _NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to `{0}`, \
 but all devices share one value, so only one could be stored. It differs along {1}. """
 
-_REDUCE: Final = """Reduce it over this part of the mesh: {1}; or give every device \
-its own part, with a spec for the kind: `axes={{es.State: P({0})}}`, with `es.Rng: \
-es.SPLIT` if the model has keys. For a module among the arguments, this mapping is its \
-entry of `in_specs`."""
+_REDUCE: Final = """Reduce it over this part of the mesh: {}; or give every device \
+its own part, """
+
+_DRAWN: Final = """It comes from a key, and each device has its own. Let all devices \
+draw the same, `axes={{es.Rng: P()}}`; or give every device its own part, """
+
+_OWN_VALUES: Final = """with a spec for the kind: `axes={{es.State: P({})}}`, with \
+`es.Rng: es.SPLIT` if the model has keys. For a module among the arguments, this \
+mapping is its entry of `in_specs`."""
 
 _UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote `{0}`, \
 which is replicated. With the check off, JAX cannot verify that all devices wrote the \

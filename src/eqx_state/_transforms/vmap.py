@@ -25,10 +25,11 @@ from .._tree.keys import is_key
 from .._tree.rules import check_rules
 from .._tree.walk import is_array
 from .._typing import P, R
+from .advice import Cause
 from .axes import AbstractMap, SPLIT
 from .callables import receiver
 from .lift import Ran
-from .mapped import Inputs, Mapped, reduction
+from .mapped import Inputs, Mapped
 from .mutable import Mutable
 from .roots import Values
 from .transform import wrap
@@ -51,9 +52,11 @@ class _Vmap(AbstractMap):
             size, lambda keys, axis: (spread_like(arrays, keys, axis), axis)
         )
 
-        def not_reduced(names: list[str], states: Values) -> str:
-            default = _REDUCE.format(reduction(names, '"batch"'))
+        def not_reduced(states: Values, cause: Cause) -> str:
+            default = _DRAWN if cause.is_drawn else _REDUCE
+            default = default.format(cause.reduction('"batch"')) + _OWN_VALUES
             advice = call.advice(states, self.axis_name) or default
+            names = map(call.lifted.name, states)
             return _NOT_REDUCED.format("`, `".join(names)) + advice
 
         def lane(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
@@ -127,8 +130,13 @@ _NOT_REDUCED: Final = """`es.vmap`: each lane wrote its own value to `{}`, but a
 lanes share one value, so only one could be stored. """
 
 _REDUCE: Final = """With `axis_name="batch"`, reduce it over the lanes: {}; or give \
-every lane its own value, `es.vmap(f, axes={{es.State: 0}})`, with `es.Rng: es.SPLIT` \
-if the model has keys. For a module among the arguments, this mapping is its entry of \
+every lane its own value, """
+
+_DRAWN: Final = """It comes from a key, and each lane has its own. Let all lanes draw \
+the same, `es.vmap(f, axes={{es.Rng: None}})`; or give every lane its own value, """
+
+_OWN_VALUES: Final = """`es.vmap(f, axes={es.State: 0})`, with `es.Rng: es.SPLIT` if \
+the model has keys. For a module among the arguments, this mapping is its entry of \
 `in_axes`."""
 
 
