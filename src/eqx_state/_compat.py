@@ -74,12 +74,15 @@ def has_escaped(leaf: Any) -> bool:
     return True
 
 
+def is_of_trace(leaf: Any) -> bool:
+    """Whether `leaf` is a tracer of the active trace: an input of it, for example."""
+    is_tracer = isinstance(leaf, jax.core.Tracer)
+    return is_tracer and leaf._trace is trace_state()._trace_ref()
+
+
 def is_mapped(leaf: Any) -> bool:
     """Whether `leaf` may differ between the lanes of the innermost `jax.vmap`."""
-    if not isinstance(leaf, jax.core.Tracer):
-        return False
-    is_of_this_vmap = leaf._trace is trace_state()._trace_ref()
-    return is_of_this_vmap and getattr(leaf, "batch_dim", None) is not None
+    return is_of_trace(leaf) and getattr(leaf, "batch_dim", None) is not None
 
 
 def out_of_vmaps(values: Any, outer: Any) -> Any:

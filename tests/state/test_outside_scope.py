@@ -49,6 +49,53 @@ def test_outside_a_scope_the_message_shows_the_call():
     assert "usual causes" not in text
 
 
+# An argument of the transform, and a variable that its function closes over.
+TRACED = {
+    "jax.jit": lambda m: jax.jit(lambda m, x: m(x))(m, X),
+    "jax.grad": lambda m: jax.grad(lambda w: m.replace(weight=w)(X))(m.weight),
+    "jax.vmap": lambda m: jax.vmap(lambda w: m.replace(weight=w)(X))(X[None]),
+    "eqx.filter_jit": lambda m: eqx.filter_jit(m)(X),
+    "eqx.filter_grad": lambda m: eqx.filter_grad(lambda m: m(X))(m),
+    "es.jit": lambda m: es.jit(m)(X),
+}
+CONSTANT = {
+    "jax.jit": lambda m: jax.jit(lambda x: m(x))(X),
+    "jax.grad": lambda m: jax.grad(lambda x: m(x))(X),
+    "eqx.filter_vmap": lambda m: eqx.filter_vmap(lambda x: m(x))(X[None]),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_model_that_is_an_argument_of_a_transform(name):
+    text = run(lambda: TRACED[name](Layer()))
+    assert "this `Layer` is outside `es.mutable`. It is an argument of a" in text
+    assert "(loss, model), grads = es.value_and_grad(loss_fn)(model, x)" in text
+    assert "es.jit(lambda model, x: es.mutable(model)(x))(model, x)" in text
+    assert "closes over it" not in text
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_a_model_that_the_function_of_a_transform_closes_over(name):
+    text = run(lambda: CONSTANT[name](Layer()))
+    assert "or `eqx.filter_grad`, closes over it" in text
+    assert "Pass the model as an argument, and return the new one:" in text
+    assert "It is an argument" not in text
+
+
+def test_a_stream_that_draws_in_the_constructor():
+    class Noisy(es.Module):
+        stream: es.RngStream
+
+        def __init__(self, key):
+            self.stream = es.RngStream(key)
+            self.stream()
+
+    for make in (Noisy, jax.jit(Noisy)):
+        text = run(lambda make=make: make(jax.random.key(0)))
+        assert "`a, b = jax.random.split(key)`, use `a`, and" in text
+        assert "In a layer" not in text
+
+
 def loss_fn(model, x):
     return model(x)
 
@@ -121,8 +168,44 @@ def test_inside_a_scope_the_three_usual_causes_are_listed(cause):
     text = run(wrong)
     assert text.startswith("Cannot write `Layer.count`: this `Layer` is not part of an")
     assert advice in text
+    assert text.count("\n- ") == 3
     assert "eval mode: `model.eval()(x)`" in text
     right()
+
+
+def test_a_layer_that_was_assigned_is_a_copy():
+    def assign(net):
+        net.layer = new = Layer()
+        new.count = 1
+
+    run_all = es.mutable(assign, kinds=es.TreePart)
+    assert "Write through the field" in run(lambda: run_all(Net(Layer())))
+
+
+def test_an_undeclared_array_is_a_parameter_only_by_default():
+    class Norm(es.Module):
+        mean: jax.Array
+        weight: es.Parameter
+
+        def __call__(self, name):
+            setattr(self, name, X)
+
+    default, cure = "only by default: its field declares", "`mean: es.BatchStat`"
+    text = run(lambda: es.mutable(Norm(0 * X, 0 * X))("mean"))
+    assert default in text
+    assert cure in text
+    assert default not in run(lambda: es.mutable(Norm(0 * X, 0 * X))("weight"))
+
+
+def test_a_misspelled_field():
+    def write(layer, name):
+        setattr(layer, name, 1)
+
+    for call in (lambda *args: es.mutable(write)(*args), write):
+        text = run(lambda call=call: call(Layer(), "cuont"))
+        assert "has no field `cuont`: did you mean `count`? Or declare it" in text
+        text = run(lambda call=call: call(Layer(), "velocity"))
+        assert "has no field `velocity`. Declare it in the class body: `vel" in text
 
 
 def test_in_the_forward_pass_of_init():

@@ -46,9 +46,15 @@ def is_any_open() -> bool:
     return bool(OPEN_SCOPES)
 
 
+def scopes_open_here() -> "list[Scope]":
+    """The open scopes of this thread, the outermost first."""
+    thread = threading.get_ident()
+    return [scope for scope in [*OPEN_SCOPES.values()] if scope.thread == thread]
+
+
 def is_open_here() -> bool:
     """Whether this thread has an open scope."""
-    return threading.get_ident() in [*OPEN_SCOPES.values()]
+    return bool(scopes_open_here())
 
 
 # The observers that record sown values. Each entry has the key of an observer, the path
@@ -117,7 +123,7 @@ class Scope:
         OPEN_SCOPES.pop(id(self), None)
 
     def __enter__(self) -> Self:
-        OPEN_SCOPES[id(self)] = self.thread
+        OPEN_SCOPES[id(self)] = self
         if self.observer is not None:
             observing = {**OBSERVING.get(), self.observer.key: self}
             self._token = OBSERVING.set(observing)

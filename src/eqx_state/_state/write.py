@@ -5,12 +5,14 @@ line that wrote. Changes that bypass `__setattr__` are checked when the scope en
 (`copy.py`).
 """
 
+import difflib
 from dataclasses import fields, FrozenInstanceError
 from typing import Any, Final
 
 import equinox as eqx
 import jax.tree_util as jtu
 
+from .._compat import is_in_trace, is_of_trace
 from .._errors import an, public_name, TraceError
 from .._kinds.kinds import kind_name
 from .._tree.base import BaseModule, FLAGS, is_module, ownership_of
@@ -29,7 +31,7 @@ from .._tree.walk import (
     walk,
 )
 from .._typing import KeyPath
-from .scope import is_open_here, Ownership, Scope, structure_error
+from .scope import Ownership, Scope, scopes_open_here, structure_error
 
 
 def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> None:
@@ -145,6 +147,9 @@ def kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
     if old is None:
         return _NOT_THERE.format(where, name, an(kind.__name__))
     kinds = ", ".join(map(kind_name, (*scope.kinds, kind)))
+    if visit.context.declared is None:
+        cure = _BY_DEFAULT.format(field)
+        return _OTHER_KIND.format(where, name, an(kind.__name__), allowed, kinds, cure)
     # Not in a field such as `target: es.Buffer[Encoder]`, whose layers declare `State`.
     is_own = visit.context.is_own and kind is visit.context.kind
     cure = _DECLARE.format(an(kind.__name__), field)
@@ -161,7 +166,10 @@ def no_field_message(module: BaseModule, name: str, value: Any) -> str:
     has_layer = any(map(is_layer, jtu.tree_leaves(value, is_leaf=is_layer)))
     declared = public_name(type(value)) + "`" if has_layer else _OF_A_KIND.format(name)
     declared = "es.Rng`" if is_key(value) else declared
-    return _NO_FIELD.format(cls.__qualname__, name, declared)
+    own = [f.name for f in fields(module) if f.name not in FLAGS]
+    near = difflib.get_close_matches(name, own, 1)
+    declare = f": did you mean `{near[0]}`? Or declare" if near else ". Declare"
+    return _NO_FIELD.format(cls.__qualname__, name, declare, declared)
 
 
 def frozen_error(module: BaseModule, name: str) -> FrozenInstanceError:
@@ -169,9 +177,30 @@ def frozen_error(module: BaseModule, name: str) -> FrozenInstanceError:
     cls = type(module).__qualname__
     if name in FLAGS:
         return FrozenInstanceError(STATIC.format(f"{cls}.{name}"))
-    text = _NO_SCOPE if fields_of(module)["training"] else _IN_EVAL
-    text = _NOT_OWNED if is_open_here() else text
+    is_stream = is_key(fields_of(module).get(name))
+    if scopes := scopes_open_here():
+        text = _NOT_OWNED + "\n".join(_causes(module, scopes)) + _IN_EVAL_MODE
+    elif not fields_of(module)["training"]:
+        text = _OUTSIDE + _IN_EVAL + (_STREAM if is_stream else "")
+    else:
+        where = _NO_SCOPE
+        if is_in_trace():
+            is_argument = any(map(is_of_trace, jtu.tree_leaves(module)))
+            where = _TRACED if is_argument else _CONSTANT
+        text = _OUTSIDE + where + (_STREAM + _IN_INIT if is_stream else _IN_LAYER)
     return FrozenInstanceError(text.format(cls, name))
+
+
+def _causes(module: BaseModule, scopes: list[Scope]) -> list[str]:
+    """The probable reasons why none of these open scopes owns a module."""
+    known = [x for scope in scopes for x in scope.traversals.values()]
+    owned = [module for traversal in known for module in traversal.modules]
+    arrays = {id(x) for x in jtu.tree_leaves(owned) if is_array(x)}
+    if any(id(x) in arrays for x in jtu.tree_leaves(module)):
+        return [_COPY, _ASSIGNED, _TIED]  # it has arrays of the model
+    has_stack = any(is_module(x) and x._eqx_state_is_stack for x in owned)
+    is_slice = has_stack and scopes[-1].is_here
+    return [_OF_STACK if is_slice else _COPY, _CREATED, _OTHER_ARGUMENT]
 
 
 CLOSED: Final = """Cannot write `{}`: the call that this module belongs to has ended, \
@@ -200,8 +229,8 @@ dropout mask.
 An `es` transform finds modules in closures, partials and pytrees, but not in other \
 objects, iterators and globals: pass such a module as an argument."""
 
-_NO_FIELD: Final = """Cannot write `{0}.{1}`: `{0}` has no field `{1}`. Declare it in \
-the class body: `{1}: {2}."""
+_NO_FIELD: Final = """Cannot write `{0}.{1}`: `{0}` has no field `{1}`{2} it in the \
+class body: `{1}: {3}."""
 
 _PROPERTY: Final = """Cannot write `{0}.{1}`: `{1}` is a property, and modules are \
 frozen dataclasses, which do not call setters. Write the field behind it, or define a \
@@ -223,58 +252,97 @@ _OTHER_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, but this call can writ
 
 _DECLARE: Final = """If it is not {}, declare what it is: `{}: es.State`."""
 
+_BY_DEFAULT: Final = """It is that only by default: its field declares no kind, and \
+arrays of floats are then parameters. If a forward pass changes it, declare what it \
+is: `{0}: es.BatchStat` for a running statistic, else `{0}: es.State`."""
+
 _IN_BUFFER: Final = """A field further up declares this kind for all that is below, \
 and layers write in train mode. If this part should not change, such as a teacher with \
 fixed statistics, call it in eval mode: `self.teacher.eval()(x)`."""
 
-_NO_SCOPE: Final = """Cannot write `{0}.{1}`: modules are frozen, and this `{0}` is \
-outside `es.mutable`. For predictions call it in eval mode, in which layers write \
-nothing. In training, call it through `es.mutable`, which returns the new model:
+_OUTSIDE: Final = """Cannot write `{0}.{1}`: modules are frozen, and this `{0}` is \
+outside `es.mutable`. """
+
+_NO_SCOPE: Final = """For predictions call it in eval mode, in which layers write \
+nothing. In training, call it through `es.mutable`, which returns the new model (for a \
+batch, `es.mutable(es.vmap(model))(xs)`):
 
     y = model(x)                        # wrong
     y = model.eval()(x)                 # right, for predictions
     y, model = es.mutable(model)(x)     # right, in training
+"""
 
-To change any other field, make a copy: `model = model.replace({1}=value)`. Instead of \
-a JAX transform, use that of `es`: `es.value_and_grad`, \
-`es.mutable(es.vmap(model))(xs)`. In a layer, write only in train mode: `if \
-self.training:`. A stream of keys writes in eval mode, too: `self.drop(x, \
-key=self.keys() if self.training else None)`. In `__init__`, do not draw from a \
-stream. Split a key, `a, b = jax.random.split(key)`, use `a`, and store \
-`es.RngStream(b)`."""
+_IN_LAYER: Final = """
+In a layer, write only in train mode: `if self.training:`. To change any other field, \
+make a copy: `model = model.replace({1}=value)`."""
 
-_IN_EVAL: Final = """Cannot write `{0}.{1}`: modules are frozen, and this `{0}` is \
-outside `es.mutable`. It is in eval mode, and writes all the same. In a layer, write \
+_STREAM: Final = """
+A stream of keys writes in eval mode, too: `self.drop(x, key=self.keys() if \
+self.training else None)`."""
+
+_IN_INIT: Final = """ In `__init__`, do not draw from a stream. Split a key, `a, b = \
+jax.random.split(key)`, use `a`, and store `es.RngStream(b)`."""
+
+_TRACED: Final = """It is an argument of a transform, such as `jax.jit`, `jax.grad`, \
+`jax.vmap`, `eqx.filter_jit` or `eqx.filter_grad`, and the new state would be lost. \
+Return the new model:
+
+    jax.grad(loss_fn)(model, x)                                      # wrong
+    (loss, model), grads = es.value_and_grad(loss_fn)(model, x)      # right
+    jax.jit(lambda model, x: model(x))(model, x)                     # wrong
+    es.jit(lambda model, x: es.mutable(model)(x))(model, x)          # right
+"""
+
+_CONSTANT: Final = """The function of a transform, such as `jax.jit`, `jax.grad`, \
+`jax.vmap`, `eqx.filter_jit` or `eqx.filter_grad`, closes over it, and the new state \
+would be lost. Pass the model as an argument, and return the new one:
+
+    jax.grad(lambda x: model(x))(x)                                  # wrong
+    (loss, model), grads = es.value_and_grad(loss_fn)(model, x)      # right
+    jax.jit(lambda x: model(x))(x)                                   # wrong
+    es.jit(lambda model, x: es.mutable(model)(x))(model, x)          # right
+"""
+
+_IN_EVAL: Final = """It is in eval mode, and writes all the same. In a layer, write \
 only in train mode: `if self.training:`. To fill a cache in eval mode, call the model \
 through `es.mutable`:
 
     y = model.eval()(x)                         # wrong
     y, model = es.mutable(model.eval())(x)      # right
-
-A stream of keys writes in eval mode, too: `self.drop(x, key=self.keys() if \
-self.training else None)`."""
+"""
 
 _NOT_OWNED: Final = """Cannot write `{0}.{1}`: this `{0}` is not part of an argument \
 that `es.mutable`, `es.value_and_grad` or `es.init` makes writable, so its new state \
 would be lost. The usual causes:
 
-- It is a copy, made by `update`, `replace`, `train`, `eqx.tree_at`, or a transform of \
-JAX or Equinox. Give the copy an `es.mutable`, or use the transform of `es`:
+"""
+
+_COPY: Final = """- It is a copy, made by `update`, `replace`, `train`, `eqx.tree_at`, \
+or a transform of JAX or Equinox. Give the copy an `es.mutable`, or use the transform \
+of `es`:
     y, copy = es.mutable(model.update(params))(x)
     ys = es.vmap(self.layer)(xs)                        # not eqx.filter_vmap
-    y = es.jit(self.layer)(x)                           # not eqx.filter_jit
-- It was created in this call. Create it in `__init__`, and store it in a field.
-- It is in a `functools.partial` or in a function, which are not pytrees. Put it into \
-an `eqx.Partial`, or into a field of the model:
-    self.encode = eqx.Partial(layer, scale=2)           # not ft.partial
-- It has an array that `eqx.nn.Shared` ties to a different module. Its call returns \
-a copy. Move the state into a module without tied arrays.
-- It is a layer taken out of an `es.nn.Stacked`. Call the stack:
-    x = self.blocks(x)                                  # not: for block in self.blocks
-- It was assigned to a field, which stores a copy. Write through the field:
-    self.layer.n = 0                                    # not: `new.n = 0`
-- It is an argument other than the first, a keyword, or a variable that the function \
-closes over. Pass it by position, and name the position:
-    es.value_and_grad(loss_fn, argnums=1)(x, model)     # two models: argnums=(0, 1)
+    y = es.jit(self.layer)(x)                           # not eqx.filter_jit"""
+
+_ASSIGNED: Final = """- It was assigned to a field, which stores a copy. Write through \
+the field:
+    self.layer.n = 0                                    # not: `new.n = 0`"""
+
+_TIED: Final = """- It has an array that `eqx.nn.Shared` ties to a different module. \
+Its call returns a copy. Move the state into a module without tied arrays."""
+
+_CREATED: Final = """- It was created in this call. Create it in `__init__`, and store \
+it in a field."""
+
+_OF_STACK: Final = """- It is a layer taken out of an `es.nn.Stacked`. Call the stack:
+    x = self.blocks(x)                                  # not the layers of it"""
+
+_OTHER_ARGUMENT: Final = """- It is an argument other than the first, a keyword, in a \
+`functools.partial`, or a variable that the function closes over. Pass it by position, \
+and name the position; or put it into a field of the model, alone or in an \
+`eqx.Partial`:
+    es.value_and_grad(loss_fn, argnums=1)(x, model)     # two models: argnums=(0, 1)"""
+
+_IN_EVAL_MODE: Final = """
 
 If nothing should change, call it in eval mode: `model.eval()(x)`."""
