@@ -181,6 +181,7 @@ def test_a_call_that_returns_a_model_for_each_lane_may_be_meant():
     ValueError,
     "`layer.count` was written, but its module is no longer in the model",
     "self.cell, ys = es.scan(step, self.cell, xs)",
+    "loss, m = es.mutable(loss_fn)(m, xs)",
 )
 def test_the_result_of_a_scan_is_written_and_not_assigned(net):
     def f(net):

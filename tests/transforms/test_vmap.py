@@ -471,9 +471,26 @@ def test_a_collective_without_the_name_of_the_lanes():
     def centered(x):
         return x - jax.lax.pmean(x, "batch")
 
-    with pytest.raises(NameError, match="batch") as info:
-        es.vmap(centered)(jnp.ones(3))
-    assert 'es.vmap(f, axis_name="batch")' in str(info.value.__notes__)
+    class Centered(es.Module):
+        weight: es.Parameter = 1.0
+
+        def __call__(self, x):
+            return jnp.sum(self.weight * centered(x))
+
+    for call in (
+        es.vmap(centered),
+        es.mutable(Centered()),
+        es.mutable(es.vmap(Centered())),
+        es.mutable(es.vmap(Centered(), axis_name="other")),
+        es.jit(es.mutable(Centered())),
+        es.value_and_grad(Centered()),
+        es.grad(Centered()),
+        es.grad(lambda x: es.mutable(Centered())(x)[0], wrt=lambda part: True),
+    ):
+        with pytest.raises(NameError, match="batch") as info:
+            call(jnp.ones(3))
+        notes = str(info.value.__notes__)
+        assert notes.count('es.mutable(es.vmap(model, axis_name="batch"))(xs)') == 1
     with pytest.raises(NameError, match="undefined") as info:
         es.vmap(lambda x: undefined)(jnp.ones(3))  # noqa: F821
     assert "axis_name" not in str(getattr(info.value, "__notes__", ""))

@@ -204,7 +204,9 @@ _LOST: Final = """`{}` was written, but its module is no longer in the model, so
 write would be lost. If you replaced the module, write to its replacement, and assign \
 a new list instead of changing the old one: `self.layers = [*self.layers[:-1], new]`. \
 If a loop returned the module in its carry, assign it: `self.cell, ys = \
-es.scan(step, self.cell, xs)`."""
+es.scan(step, self.cell, xs)`. If the module is not for the model, but gradient steps \
+away from it (MAML), give it a call of its own: `loss, m = es.mutable(loss_fn)(m, \
+xs)`."""
 
 _ESCAPED: Final = """`{}` contains a tracer of a JAX transform that has returned: code \
 inside the transform stored it without assigning a field, for example in a dict. Use \

@@ -48,7 +48,17 @@ def run_on_copy(
             if note := _note(error, visits, scope):
                 error.add_note(note)
             raise
+        except NameError as error:
+            note_axis(error)
+            raise
         return private.leave(out)
+
+
+def note_axis(error: NameError) -> None:
+    """Add to JAX's error for a collective over an axis that nobody has named."""
+    # Python's own errors have the name of a variable.
+    if error.name is None and _NAME_IT not in getattr(error, "__notes__", ()):
+        error.add_note(_NAME_IT)
 
 
 def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
@@ -81,6 +91,10 @@ def _note(error: AttributeError, visits: list[Visit], scope: Scope) -> str:
                 return _NOT_WRITABLE.format(owner.__name__, visit.context.field)
     return ""
 
+
+_NAME_IT: Final = """A collective such as `jax.lax.pmean(x, "batch")` needs lanes \
+with this name: `es.vmap(f, axis_name="batch")(xs)`, and for a model that writes state \
+`es.mutable(es.vmap(model, axis_name="batch"))(xs)`."""
 
 _OLD: Final = """This `{0}` lacks its field `{1}`. If it is an old pickle, create a \
 new `{0}`, and copy the arrays: `es.load_state_dict({0}(...), es.state_dict(old), \

@@ -30,7 +30,7 @@ from .axes import AbstractMap, SPLIT
 from .callables import receiver
 from .lift import Ran
 from .mapped import Inputs, Mapped
-from .mutable import Mutable
+from .mutable import Mutable, note_axis
 from .roots import Values
 from .transform import wrap
 
@@ -75,9 +75,7 @@ class _Vmap(AbstractMap):
         try:
             results = mapped(*call.tree(row.value for row in call.rows))
         except NameError as error:
-            # That of JAX for a collective. Python's own has the name of a variable.
-            if error.name is None and self.axis_name is None:
-                error.add_note(_NAME_IT)
+            note_axis(error)
             raise
         return call.finish(*results)
 
@@ -105,9 +103,6 @@ _NO_AXIS: Final = """`es.vmap`: `{}` has shape {}, which has no axis {!r}. Map i
 over an existing axis, an `int`, or share it with `None`: `in_axes=(0, None)`; with \
 rules for the arrays of a module, `in_axes=({{es.Rng: es.SPLIT, ...: 0}}, 0)`. Leaves \
 that are not arrays are never mapped, so `0` means the same as `eqx.if_array(0)`."""
-
-_NAME_IT: Final = """Give the lanes of `es.vmap` the name that the collective uses: \
-`es.vmap(f, axis_name="batch")`."""
 
 _ONE_KEY: Final = " One key for each lane: `jax.random.split(key, n)`."
 
