@@ -116,6 +116,7 @@ class Loop:
         def probe(carry: Any) -> None:
             axes_of[:] = map(varying_axes, jtu.tree_leaves(step(carry)))
 
+        self.lifted.probe(step, carry)
         while manual_axes():
             jax.eval_shape(probe, carry)
             old, treedef = jtu.tree_flatten(carry)
