@@ -1,4 +1,4 @@
-"""The wrappers of `docs/guides/flax-layers.md` equal the layers that they wrap."""
+"""The wrappers on the pages of `docs/from` equal the layers that they wrap."""
 
 import ast
 import importlib.util
@@ -29,9 +29,10 @@ YS = XS.sum(axis=1, keepdims=True)
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """The classes and functions of the page, without its training runs."""
-    script = tool("pages").script(ROOT / "docs/guides/flax-layers.md")
-    tree = ast.parse(script)
+    """The classes and functions of the pages, without their training runs."""
+    script = tool("pages").script
+    pages = ROOT / "docs/from/others.md", ROOT / "docs/from/nnx.md"
+    tree = ast.parse("\n".join(script(page) for page in pages))
     kinds = ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef
     tree.body = [node for node in tree.body if isinstance(node, kinds)]
     path = tmp_path_factory.mktemp("page") / "flax_layers.py"
