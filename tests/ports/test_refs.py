@@ -1,4 +1,4 @@
-"""The behavior of JAX's `Ref`, as `docs/jax-ref.md` describes it.
+"""The behavior of JAX's `Ref`, as `docs/comparison.md` describes it.
 
 These tests do not call `eqx_state`. If one fails, JAX has changed, and the page must
 change, too.
