@@ -5,7 +5,7 @@ turns each of these names in code on a page, such as `jax.vmap`, into a link. On
 pages of the API, it also links our own names.
 
 The hook adds the folder `benchmarks` to the site, the list of the guides to their
-overview, and the description of the package in `pyproject.toml`.
+overview, and a description to each page: its question, or its first sentence.
 """
 
 import posixpath
@@ -28,6 +28,9 @@ ALIASES = {
 }
 # Do not add links inside of these: a link, a heading, a block of code.
 SKIPPED = r"<(a|autoref|h1|h2|h3|pre)\b.*?</\1>"
+MARKED = r"<!-- marked: ([\d -]+) -->\n\n( *```python)"  # lines of the next block
+FRONT = r"(?s)\A---\n.*?\n---\n+"  # settings of a page
+OTHER = r"\s*(```|[#|<:!]|$)"  # paragraphs without a sentence
 CODE = r"<code>(?P<name>[a-z]\w*(?:\.\w+)+)(?:\([^<]*\))?</code>"
 
 
@@ -82,7 +85,8 @@ def overview(guides: Any) -> str:
         found.append(f"\n## {section.title}\n")
         for page in section.children:
             path = posixpath.relpath(page.file.src_uri, "guides")
-            found.append(f"- [{page.title}]({path}){about(page.file.content_string)}")
+            text = about(re.sub(FRONT, "", page.file.content_string))
+            found.append(f"- [{page.title}]({path}): {text}")
     return "\n".join(found) + "\n"
 
 
@@ -101,7 +105,7 @@ def on_files(files: Any, config: Any) -> None:
     from mkdocs.structure.files import File
 
     for path in sorted((ROOT / "benchmarks").iterdir()):
-        if path.suffix in (".md", ".png", ".svg"):
+        if path.name == "README.md" or path.suffix in (".png", ".svg"):
             name = f"benchmarks/{path.name}"
             files.append(File(name, str(ROOT), config.site_dir, True))
 
@@ -116,11 +120,16 @@ def on_nav(nav: Any, config: Any, files: Any) -> None:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     path = page.file.src_uri
     if path.startswith("guides/"):  # Rank the guides first: they explain a word best.
-        page.meta["search"] = {"boost": 3}
-    markdown = across(markdown, path)
+        page.meta.setdefault("search", {"boost": 3})
+    markdown = re.sub(MARKED, r'\2 hl_lines="\1"', across(markdown, path))
     if path == "guides/index.md":
         (guides,) = (item for item in MENU if item.title == "Guides")
         markdown += overview(guides)
+    if path != "index.md":
+        text = about(markdown)
+        if path.startswith("examples/"):
+            text = f"{title(markdown)}. {text}"
+        page.meta.setdefault("description", text.replace("`", ""))
     PAGES[path] = markdown, page.canonical_url
     return markdown
 
@@ -144,7 +153,7 @@ def on_post_build(config: Any) -> None:
     lines = [f"# {config.site_name}", "", f"> {config.site_description.strip()}", ""]
     full = []
     for markdown, url in PAGES.values():
-        lines.append(f"- [{title(markdown)}]({url}){about(markdown)}")
+        lines.append(f"- [{title(markdown)}]({url}): {about(markdown)}")
         full.append(re.sub(r"^::: (\S+)$", docstring, markdown, flags=re.MULTILINE))
     for name, text in (
         ("llms.txt", "\n".join(lines)),
@@ -154,12 +163,14 @@ def on_post_build(config: Any) -> None:
 
 
 def title(markdown: str) -> str:
-    return markdown.partition("\n")[0].removeprefix("# ")
+    return re.search("^# (.*)", markdown, re.MULTILINE)[1]
 
 
 def about(markdown: str) -> str:
     """The first sentence of a page, or the question that it answers."""
-    paragraphs = [p for p in markdown.split("\n\n")[1:] if p[0] not in "`#|<:!"]
+    paragraphs = [p for p in markdown.split("\n\n") if not re.match(OTHER, p)]
     text = re.sub(r"\[([^\]]+)\][\[(][^\])]*[\])]", r"\1", " ".join(paragraphs[:1]))
-    sentence = re.split(r"(?<=[.?])\s", text.strip("*").replace("\n", " "))[0]
-    return f": {sentence}" if sentence else ""
+    text = " ".join(text.split())
+    if text.startswith("*") and text.endswith("*"):
+        return text[1:-1]
+    return re.split(r"(?<=[.?])\s", text)[0]

@@ -99,8 +99,23 @@ def test_links_headings_blocks_and_other_code_do_not_change(text):
 def test_the_title_and_the_first_sentence_of_a_page():
     page = "# State\n\n*My layer [must][x] remember\nsomething: how?*\n\nMore. Text.\n"
     assert hooks.title(page) == "State"
-    assert hooks.about(page) == ": My layer must remember something: how?"
+    assert hooks.about(page) == "My layer must remember something: how?"
+    assert (
+        hooks.about("# Kinds\n\n`es.State` is a kind. More.\n")
+        == "`es.State` is a kind."
+    )
     assert hooks.about("# API\n\n::: eqx_state.jit\n") == ""
+
+
+def test_a_page_gets_its_description_and_marked_lines():
+    page = SimpleNamespace(
+        file=SimpleNamespace(src_uri="a.md"), meta={}, canonical_url=""
+    )
+    text = "# A\n\nUse `es.jit`. Always.\n\n"
+    text += "<!-- marked: 2 4-5 -->\n\n```python\nx = 1\n```\n"
+    html = hooks.on_page_markdown(text, page, {}, {})
+    assert page.meta == {"description": "Use es.jit."}
+    assert '\n\n```python hl_lines="2 4-5"\nx = 1\n```' in html
 
 
 def test_a_cell_of_a_table_has_the_name_of_its_column():

@@ -196,7 +196,7 @@ def test_one_sentence_says_what_the_library_is(page):
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     is_package = page.startswith("src")
     text = es.__doc__ if is_package else (ROOT / page).read_text(encoding="utf-8")
-    paragraph = text.split("\n\n")[0 if is_package else 1]
+    paragraph = text.rpartition("# eqx_state\n\n")[2].partition("\n\n")[0]
     assert " ".join(paragraph.split()) == settings["project"]["description"]
 
 
