@@ -31,6 +31,7 @@ def groups(*names: str) -> tuple[str, ...]:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train the example on handwritten digits, and draw `digits.png`."""
+    session.log("The first run downloads about 180 MB, most of it JAX and SciPy.")
     session.install(".", *groups("examples"), silent=False)
     path = session.posargs or ["digits.png"]
     session.run("python", "examples/digits.py", *path, env={"PYTHONUNBUFFERED": "1"})
