@@ -148,9 +148,9 @@ import os
 
 
 def troubles():
-    """The text of the page with entries for errors, without the last group."""
+    """The entries of the page that have a message and code."""
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-    return text.partition("\n## No error, but")[0]
+    return text.partition("\n## Other messages\n")[0]
 
 
 def error_headings():

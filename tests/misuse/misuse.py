@@ -1,13 +1,13 @@
-"""What the tests of wrong programs share: models, `fails`, and the rows of two pages.
+"""What the tests of wrong programs share: models, `fails`, and the rows of a page.
 
-A program that is on neither page is an ordinary test, decorated with its error:
+A program that is not on the page is an ordinary test, decorated with its error:
 
     @fails(FROZEN, "`Layer.count`", "a short fragment of the message")
     def test_what_the_program_does(net):
         net(XS)
 
-The tables of `docs/what-if.md` and `docs/troubleshooting.md` say how programs end, and
-`test_what_if.py` and `test_troubleshooting.py` contain the programs.
+The tables of `docs/troubleshooting.md` say how programs end. `test_troubleshooting.py`
+contains the programs of the table of messages, and `test_what_if.py` all others.
 """
 
 import builtins
@@ -28,7 +28,7 @@ import eqx_state as es
 
 FROZEN = dataclasses.FrozenInstanceError
 XS = jnp.arange(3.0)
-DOCS = Path(__file__).parents[2] / "docs"
+TROUBLESHOOTING = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 TABLE = re.compile(r"^\|[-|]+\|\n((?:\| .* \|\n)+)", re.MULTILINE)
 ERROR = re.compile(r"`(\w+)`<br>(.*)")
 ERRORS = {**vars(builtins), **vars(dataclasses), **vars(jax.errors), **vars(es)}
@@ -63,16 +63,21 @@ def fails(error: type[Exception], *texts: str) -> Iterator[None]:
 
 
 class Page:
-    """The rows of the tables on a page, and their programs.
+    """The rows of the tables on the page, and their programs.
+
+    With `messages`, the rows of the section "Other messages", and else all others.
 
     A row has a title. If it has an error, its program must raise it. Otherwise, the
     program asserts its results.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, *, messages: bool):
         self.rows: dict[str, tuple[type[Exception], str] | None] = {}
         self.programs: dict[str, Callable[[Net], Any]] = {}
-        text = (DOCS / name).read_text(encoding="utf-8")
+        text = TROUBLESHOOTING.read_text(encoding="utf-8")
+        before, _, after = text.partition("\n## Other messages\n")
+        table, _, after = after.partition("\n## ")
+        text = table if messages else before + after
         for line in "".join(TABLE.findall(text)).splitlines():
             first, second, _ = line[2:-2].split(" | ")
             if ERROR.fullmatch(first):

@@ -1,4 +1,4 @@
-"""Every row of the table on the page `docs/troubleshooting.md` is as it says.
+"""Every row of "Other messages" in `docs/troubleshooting.md` is as it says.
 
 The page itself runs the programs of its headings.
 """
@@ -18,7 +18,7 @@ from misuse import Layer, Page, XS
 import eqx_state as es
 
 
-PAGE = Page("troubleshooting.md")
+PAGE = Page(messages=True)
 program = PAGE.program
 
 
@@ -103,6 +103,13 @@ def _(net):
         return x
 
     es.mutable(lambda net: jax.vmap(lambda x: write(net, x))(XS))(net)
+
+
+@program("keep a value of a compiled call in a list or in a global variable")
+def _(net):
+    seen = []
+    es.jit(es.mutable(lambda net: seen.append(net(XS))))(net)
+    seen[0] + 1
 
 
 @program("write `if self.count > 3:` under `jit`")
