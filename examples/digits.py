@@ -125,8 +125,9 @@ def main(path=None, *, seeds=(0, 1, 2), epochs=20, at_least=0.98):
 
     statistics = sum(x.size for x in jax.tree.leaves(model.filter(es.BatchStat)))
     print(
-        f"No line passes the {statistics} running statistics, the random key or the mode\n"
-        "from layer to layer: they are in the model, in the rows BatchStat and Rng below."
+        f"No line passes the {statistics} running statistics, the random key or the "
+        "mode\nfrom layer to layer: they are in the model, in the rows BatchStat and Rng "
+        "below."
     )
     print(es.tabulate((model, optimizer), depth=1))
     if path is not None:

@@ -99,6 +99,8 @@ def test_the_page_has_the_first_line_of_the_docstring_of_each_example():
     docs = {name: ast.get_docstring(ast.parse(x)) for name, x in scripts.items()}
     assert dict(found) == {name: doc.splitlines()[0] for name, doc in docs.items()}
     assert len(found) == len(docs)
+
+
 def test_each_page_has_a_description_of_its_own():
     hooks = tool("docs_hooks")
     texts = [re.sub(hooks.FRONT, "", page.read_text()) for page in PAGES]
