@@ -196,11 +196,31 @@ def test_integers_and_bools():
     assert loaded["index"].tolist() == tensors["index"].tolist()
     assert loaded["mask"].tolist() == [True, False]
     wrong = {"index": np.array([1, 2**31]), "mask": np.array([1, 0])}
-    text = r"(?s)wrong dtype:.*index.*: int64 cannot be cast to int32\n.*mask.*: int64"
+    text = r"(?s)wrong dtype:.*index.*too large: int64 cannot be cast to int32\n.*mask"
     with rejects(tree, ValueError, text):
         es.from_torch(tree, wrong)
     with rejects(tree, ValueError, "index.*: float32 cannot be cast to int32"):
         es.from_torch(tree, tensors | {"index": BIAS})
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype"),
+    [(1e300, "float32"), (1e5, "float16"), (500.0, "float8_e4m3fn"), (2**17, "f2")],
+)
+def test_numbers_that_are_too_large_for_the_floats_of_the_model(array, dtype):
+    tree = {"a": jnp.zeros(2, dtype), "b": jnp.zeros(2, dtype), "c": jnp.zeros(2)}
+    tensors = {"a": np.array([array, 1]), "b": np.array([0, -array]), "c": BIAS}
+    text = r"(?s)    a .*: too large: .*cast to .*\n    b .*: too large: .*64 cannot"
+    with rejects(tree, ValueError, text):
+        es.from_torch(tree, tensors)
+
+
+def test_a_sum_that_is_too_large_for_the_floats_of_the_model():
+    cell = nn.LSTMCell(1, 1, key=KEY, dtype=jnp.float16)
+    tensors = {f"weight_{x}": np.ones((4, 1), np.float16) for x in ("ih", "hh")}
+    tensors |= {f"bias_{x}": np.full(4, 6e4, np.float16) for x in ("ih", "hh")}
+    with rejects(cell, ValueError, "    bias: too large: float32 cannot be cast"):
+        es.from_torch(cell, tensors)
 
 
 def test_floats_and_integers_become_the_floats_of_the_model():

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._kinds.kinds import Rng
-from .._tree.dtypes import holds, is_numeric
+from .._tree.dtypes import converted, fits, is_numeric
 from .._tree.keys import is_typed
 from .._tree.parts import Part, paths_of
 from .._tree.walk import is_numpy, walk
@@ -71,7 +71,8 @@ def from_torch(
     **Raises:**
 
     - `ValueError`: a name is missing or unused, a shape differs, a tensor has a dtype
-        that cannot be cast (a float to an integer, for example), or a layer has an
+        that cannot be cast (a float to an integer, for example) or a number that is too
+        large for that of the model, or a layer has an
         array that the same layer of the other library lacks. The message lists all
         problems.
     - `ValueError` and `TypeError`: `rename` is wrong, as in `es.load_state_dict`.
@@ -137,8 +138,12 @@ def from_torch(
             if problem := _why_not(arrays[-1], shape, leaf.dtype):
                 problems.setdefault(problem[0], []).append(f"{label}: {problem[1]}")
         if not any(problems.values()):
-            values[ours] = np.array(source.make(*arrays)).astype(leaf.dtype)
-            for kind, text in differences(leaf, values[ours], shape_of(part)):
+            made = np.array(source.make(*arrays))
+            values[ours] = converted(leaf.dtype, made)
+            found = differences(leaf, values[ours], shape_of(part))
+            if problem := _too_large(made, leaf.dtype):  # a sum of two, say
+                found.append(problem)
+            for kind, text in found:
                 problems.setdefault(kind, []).append(f"{shown(ours)}: {text}")
     layers = {str(name).rpartition(".")[0] for name in used}
     for name in state_dict.keys() - used:
@@ -187,10 +192,18 @@ def _why_not(array: Any, shape: _Shape, dtype: Any) -> tuple[str, str] | None:
         [jnp.issubdtype(each, kind) for kind in _NUMBERS]
         for each in (array.dtype, dtype)
     )
-    is_wider = any(wanted) and given.index(True) <= wanted.index(True)
-    if not (is_wider and holds(dtype, array)):
-        return "wrong dtype", f"{array.dtype} cannot be cast to {dtype}"
-    return None
+    if not any(wanted) or given.index(True) > wanted.index(True):
+        return "wrong dtype", _NO_CAST.format(array.dtype, dtype)
+    return _too_large(array, dtype)
+
+
+def _too_large(array: Any, dtype: Any) -> tuple[str, str] | None:
+    if fits(dtype, array):
+        return None
+    return "wrong dtype", f"too large: {_NO_CAST.format(array.dtype, dtype)}"
+
+
+_NO_CAST: Final = "{} cannot be cast to {}"
 
 
 _NUMBERS: Final = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)

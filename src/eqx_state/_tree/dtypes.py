@@ -174,12 +174,27 @@ def fits_jax(x: Any) -> bool:
         dtype = jnp.result_type(x)
     except TypeError:  # such as `np.longdouble`
         return False
+    return fits(dtype, x)
+
+
+def fits(dtype: Any, x: Any) -> bool:
+    """Whether a dtype can hold all numbers of a NumPy array, but for rounding.
+
+    No integer may wrap around, and no float become infinite or NaN.
+    """
     if not holds(dtype, x):
         return False
     if dtype == x.dtype or not jnp.issubdtype(dtype, jnp.inexact):
         return True
-    with np.errstate(over="ignore"):
-        return np.array_equal(np.isinf(x), np.isinf(x.astype(dtype)))
+    new = converted(dtype, x)
+    # Compare NaNs, too: some float8 dtypes have no infinity, and overflow to NaN.
+    return all(np.array_equal(is_(x), is_(new)) for is_ in (np.isinf, np.isnan))
+
+
+def converted(dtype: Any, x: Any) -> Any:
+    """A NumPy array in a different dtype, without NumPy's warnings."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return x.astype(dtype)
 
 
 def as_jax(x: Any, name: str) -> jax.Array:
