@@ -421,8 +421,6 @@ def test_not_strict_requires_a_name_in_common(path):
         es.load(path, like, strict=False)
     with rejects(like, ValueError, r"missing:\n    \['b'\]\n`like` must be a tree"):
         es.load(path, like, es.path_matches("*b*"), strict=False)
-    # If nothing is selected, nothing is missing.
-    assert es.load(path, like, es.Rng, strict=False)["a"] is like["a"]
     es.save(path, {})
     with rejects(like, ValueError, message):
         es.load(path, like, strict=False)
@@ -435,17 +433,144 @@ def test_strict_is_given_by_name(path):
         es.load(path, Net(0), False)
 
 
-def test_a_filter_that_matches_nothing_is_an_error(path):
+WEIGHTS, BIASES = (es.path_matches(f"*.{name}") for name in ("weight", "bias"))
+
+
+@pytest.mark.parametrize(
+    ("filters", "text"),
+    [
+        ([es.path_matches("layer.*")], r"layer\.\*.*no array.*layers\[0\]"),
+        ([es.BatchStat], "`es.BatchStat` selects no array"),
+        ([es.Parameter, es.not_(es.any_of(WEIGHTS, BIASES))], "not_.*no array"),
+        ([WEIGHTS, BIASES], "weight.*, .*bias.*no array.*satisfy all"),
+    ],
+    ids=["typo", "kind", "combined", "together"],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_filters_that_select_nothing_are_an_error(filters, text, strict, path):
     model = eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))
+    d = es.state_dict(model)
     es.save(path, model)
-    typo = es.path_matches("layer.*")
+    before = path.read_bytes()
     for call in (
-        lambda: es.save(path, model, typo),
-        lambda: es.load(path, model, typo),
+        lambda: es.save(path, model, *filters),
+        lambda: es.load(path, model, *filters, strict=strict),
+        lambda: es.load_state_dict(model, d, *filters, strict=strict),
     ):
-        with pytest.raises(ValueError, match=r"layer\.\*.*no array.*layers\[0\]"):
+        with rejects(model, ValueError, text):
             call()
-    assert eqx.tree_equal(es.load(path, model, es.BatchStat), model)  # a kind may
+    assert path.read_bytes() == before
+    assert es.state_dict(model, *filters) == {}  # an answer, which nothing relies on
+
+
+def test_a_tree_without_arrays_may_be_saved_but_no_filter_selects_in_it(path):
+    es.save(path, {"rate": 0.1})
+    assert es.load(path, {"rate": 0.2}) == {"rate": 0.2}
+    with pytest.raises(ValueError, match=r"`es.Parameter` selects no array"):
+        es.save(path, {}, es.Parameter)
+
+
+# --- Values that change, if dtypes do -------------------------------------------------
+
+TOO_LARGE = [
+    (np.array([1_700_000_000_000, 1]), jnp.int32),
+    (np.array([[-1, 2**40]], np.int64), jnp.int32),
+    (np.uint64(2**63), jnp.uint32),
+    (np.array([1.0, -1e300, np.inf]), jnp.float32),
+]
+
+
+def both(path, tree, like, **options):
+    """The tree in a file and in a dictionary, loaded into `like`."""
+    es.save(path, tree)
+    yield lambda: es.load(path, like, **options)
+    yield lambda: es.load_state_dict(like, es.state_dict(tree), **options)
+
+
+@pytest.mark.parametrize(("array", "dtype"), TOO_LARGE, ids=range(4))
+def test_a_number_that_is_too_large_for_jax_is_listed(array, dtype, path):
+    small = np.ones(3, array.dtype)
+    tree = {"x": array, "y": small, "z": array[None], "wrong": np.ones(2)}
+    zeros = jax.tree.map(np.zeros_like, tree)
+    like = jax.eval_shape(lambda: zeros)
+    assert like["x"].dtype == dtype
+    name = np.dtype(dtype).name
+    lines = [f"['{k}']: {array.dtype} does not fit into {name}" for k in "xz"]
+    listed = r"too large:\n    " + r"\n    ".join(map(re.escape, lines))
+    for load in both(path, tree, like):
+        with pytest.raises(ValueError, match=listed + r"\nLoad .*`jax_enable_x64`"):
+            load()
+    for load in both(path, tree, {**like, "wrong": jnp.ones(3)}):  # beside the others
+        with pytest.raises(ValueError, match=r"(?s)wrong shape.*" + listed):
+            load()
+    for load in both(path, {"y": small}, {"y": like["y"]}):
+        assert load()["y"].dtype == dtype
+    with jax.enable_x64(True):
+        for load in both(path, tree, jax.eval_shape(lambda: zeros)):
+            assert eqx.tree_equal(load(), jax.tree.map(jnp.asarray, tree))
+    for load in both(path, tree, zeros):
+        assert eqx.tree_equal(load(), tree)  # NumPy arrays keep their dtypes
+
+
+FLOATS = ["bfloat16", "float16", "float32", "float64", "float8_e5m2"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("given", FLOATS)
+@pytest.mark.parametrize("is_numpy", [True, False])
+def test_cast_converts_floats(given, dtype, is_numpy, path):
+    x = np.array([[0.1, -3.0], [np.inf, np.nan]]).astype(given)
+    tree = {"x": x, "n": np.arange(2, dtype=np.int32), "k": jr.key(0)}
+    zeros = np.zeros((2, 2), dtype)
+    zeros = zeros if is_numpy else jnp.asarray(zeros)
+    dtype = zeros.dtype.name
+    like = {"x": zeros, "n": jnp.zeros(2, int), "k": jr.key(1)}
+    es.save(path, tree)
+    for each in [like] if is_numpy else [like, jax.eval_shape(lambda: like)]:
+        loaded = es.load(path, each, cast=True)
+        assert loaded["x"].dtype == dtype
+        assert np.asarray(loaded["x"]).tobytes() == x.astype(dtype).tobytes()
+        assert loaded["k"] == tree["k"]
+        assert loaded["n"].tolist() == [0, 1]
+    if given != dtype:
+        text = rf"{given} instead of {dtype} \(`cast=True` converts floats\)"
+        with pytest.raises(ValueError, match=text):
+            es.load(path, like)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_cast_that_overflows_is_listed(dtype, path):
+    tree = {"a": jnp.array([1.0, 1e6]), "b": jnp.ones(2)}
+    es.save(path, tree)
+    like = {"a": jnp.zeros(2, dtype), "b": jnp.zeros(2, dtype)}
+    text = rf"too large:\n    \['a'\]: float32 does not fit into {dtype}\nLoad"
+    with rejects(like, ValueError, text):
+        es.load(path, like, cast=True)
+
+
+@pytest.mark.parametrize(
+    ("array", "like"),
+    [
+        (np.arange(2), jnp.zeros(2)),
+        (np.arange(2, dtype="i4"), np.zeros(2, "i8")),
+        (np.ones(2, "f4"), jnp.zeros(2, int)),
+        (np.ones(2, "f4"), jnp.zeros(2, complex)),
+        (np.ones(2, bool), np.ones(2, "f4")),
+        (jr.key_data(jr.key(0)), jr.key(0)),
+        (np.ones(2, "f4"), jax.ShapeDtypeStruct((2,), jnp.float64)),
+    ],
+    ids=range(7),
+)
+def test_cast_converts_nothing_but_floats(array, like, path):
+    es.save(path, {"x": array})
+    with pytest.raises(ValueError, match="wrong"):
+        es.load(path, {"x": like}, cast=True)
+
+
+@pytest.mark.parametrize("cast", [jnp.bfloat16, "float32", None])
+def test_cast_is_a_bool(cast, path):
+    with pytest.raises(TypeError, match="floats get the dtypes of"):
+        es.load(path, {}, cast=cast)
 
 
 @pytest.mark.parametrize(

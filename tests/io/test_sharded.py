@@ -208,6 +208,23 @@ def test_a_stack_in_shards_from_a_list_of_layers(path, read):
     assert read() == 2 * size(model)
 
 
+def test_cast_converts_the_parts_that_are_read(mesh, path, read):
+    layers = [{"w": jnp.full((8, 3), i, jnp.float32)} for i in range(4)]
+    tree = {"blocks": layers, "b": jnp.ones(8)}
+    es.save(path, tree)
+    stack = {"blocks": es.nn.Stacked(layers), "b": tree["b"]}
+    place = NamedSharding(mesh, P("b"))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), stack)
+    loaded = es.load(path, jax.tree.map(lambda x: struct(x, place), half), cast=True)
+    assert read() == size(tree)
+    assert are_shards_of(loaded, half)
+    layers[3]["w"] = layers[3]["w"].at[7, 2].set(3.4e38)
+    es.save(path, tree)
+    text = r"too large:\n    \['blocks'\]\[3\]\['w'\]: float32 does not fit into bf"
+    with pytest.raises(ValueError, match=text):
+        es.load(path, half, cast=True)
+
+
 # --- Two processes --------------------------------------------------------------------
 
 

@@ -85,6 +85,27 @@ def test_a_tree_without_arrays():
         assert es.load_state_dict(empty, {}) == empty
 
 
+def test_filters_say_what_is_loaded_and_what_must_be_there():
+    model, other = everything(0), everything(1)
+    d = es.state_dict(other)
+    for filters in ([es.Parameter], [es.State, es.not_(es.Rng)]):
+        loaded = es.load_state_dict(model, {**d, "more": 0}, *filters)
+        assert eqx.tree_equal(loaded, model.update(other.filter(*filters)))
+        assert loaded.rng is model.rng
+    del d["weight"]
+    text = r"missing:\n    weight\n`strict"
+    with rejects(model, ValueError, text):
+        es.load_state_dict(model, d, es.any_of(es.Parameter, es.BatchStat))
+    half = es.any_of(es.Parameter, es.BatchStat)
+    loaded = es.load_state_dict(model, d, half, strict=False)
+    assert eqx.tree_equal(loaded, model.replace(mean=other.mean))
+    theirs = {"m": other.mean, "weight": jnp.ones(7)}
+    loaded = es.load_state_dict(model, theirs, es.BatchStat, rename={"mean": "m"})
+    assert eqx.tree_equal(loaded, model.replace(mean=other.mean))
+    with pytest.raises(TypeError, match="`False` is no.* filter"):
+        es.load_state_dict(model, d, False)
+
+
 # --- Names ----------------------------------------------------------------------------
 
 

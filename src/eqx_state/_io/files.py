@@ -64,8 +64,8 @@ def save(
 
     - `TypeError`: `metadata` is not a dictionary of strings, or `tree` is a class.
     - `ValueError`: `metadata` has the key `"eqx_state"`, or an array the name
-        `__metadata__`, which are reserved; a filter that is not a kind matches no
-        array; a field that declares a kind contains a Python number.
+        `__metadata__`, which are reserved; a filter selects no array; a field that
+        declares a kind contains a Python number.
     - `TypeError`: some arrays cannot be saved, because they have a dtype that the
         format lacks, such as `complex128` or `int4`, are abstract or traced, or are
         split over several processes. The message lists them; nothing is written.
@@ -134,7 +134,11 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str], like: Tree, *filters: Filter, strict: bool = True
+    path: str | os.PathLike[str],
+    like: Tree,
+    *filters: Filter,
+    strict: bool = True,
+    cast: bool = False,
 ) -> Tree:
     """`like` with the arrays of a safetensors file; the inverse of `es.save`.
 
@@ -155,6 +159,9 @@ def load(
         filter selects them, and arrays that `like` lacks are skipped. Shapes and dtypes
         must still agree, as in `es.load_state_dict`, and at least one name must be in
         both.
+    - `cast`: whether to convert floats to the dtypes of `like`: a bfloat16 file into a
+        float32 model, or a float32 file into a bfloat16 model. Integers are never
+        converted. Default: `False`.
 
     **Returns:**
 
@@ -166,13 +173,14 @@ def load(
 
     - `ValueError`: the file is not a safetensors file or is truncated, lacks a name
         that the filters select, has (without filters) a name that `like` lacks, or an
-        array in it has a different shape or dtype; or, with `strict=False`, no name is
-        in both. The message lists all names. Also if a filter that is not a kind
-        matches no array of `like`.
+        array in it has a different shape or dtype, or numbers that are too large for
+        the dtype to which JAX (without `jax_enable_x64`) or `cast` converts it; or,
+        with `strict=False`, no name is in both. The message lists all names.
+    - `ValueError`: a filter selects no array of `like`.
     - `ValueError` from JAX, with a note that names the array: the array does not fit
         the sharding in `like`; or that sharding has an abstract mesh, and no mesh is
         set.
-    - `TypeError`: `like` is a class.
+    - `TypeError`: `like` is a class, or `cast` is not a bool.
     - `OSError`: the file cannot be read. If it does not exist, `FileNotFoundError`.
     - `es.NotInitializedError`: `like` still contains an `es.Initializer`.
     - `ImportError`: safetensors is not installed; it is the extra `io`.
@@ -203,6 +211,8 @@ def load(
         ```
     """
     path = _as_path(path, "es.load(path, like)")
+    if type(cast) is not bool:
+        raise TypeError(f"`es.load(..., cast={cast!r})`: {_CAST}")
     named = by_name(like)
     check_filters(filters, like, "`es.load`")
     wanted = select(named, filters, like)
@@ -213,7 +223,7 @@ def load(
         what, call = f"`es.load`: the file `{path}`", "es.load(path, {}{})"
         is_before_init = any(model is None for model in recorded_models(like))
         advice = _BEFORE_INIT if is_before_init else _ADVICE
-        return restore(like, wanted, values, what, call, advice, unexpected)
+        return restore(like, wanted, values, what, call, advice, unexpected, cast=cast)
 
 
 def _as_path(path: Any, call: str) -> str:
@@ -324,6 +334,9 @@ dictionary: `es.save(path, {"model": tree})`."""
 
 _ELSEWHERE: Final = """it is split over several processes; save it with Orbax \
 (orbax-checkpoint), or gather it with `multihost_utils.process_allgather`"""
+
+_CAST: Final = """`cast` is `True` or `False`. With `True`, floats get the dtypes of \
+the arrays of `like`. For different dtypes, pass a different `like`."""
 
 _BEFORE_INIT: Final = """`like` contains an `es.Optimizer` or an `es.Ema` before \
 `init`, which has no arrays yet: `es.load(path, (model, \

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
+from .._tree.dtypes import converted, fits
 from .._tree.keys import clone, is_typed
 from .._tree.parts import is_split, LayerPart, layers_of, Part
 from .._tree.walk import is_numpy
@@ -63,6 +64,21 @@ class Stored(NamedTuple):
             return parts[str(box)]
 
         return jax.make_array_from_callback(self.shape, sharding, part)
+
+
+def in_dtype(value: Any, dtype: Any, report: Callable[[], Any]) -> Any:
+    """`value`, an array or a `Stored`, in a dtype. Calls `report` if that overflows."""
+    if value.dtype == dtype:
+        return value
+
+    def convert(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if not fits(dtype, x):
+            report()
+        return converted(dtype, x)
+
+    if not isinstance(value, Stored):
+        return convert(value)
+    return Stored(value.shape, dtype, lambda box: convert(value.read(box)))
 
 
 # --- A file ---------------------------------------------------------------------------

@@ -11,17 +11,27 @@ from typing import Any, Final, TypeAlias
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 from .._state.lazy import check_none_missing, check_not_a_class
 from .._tree.context import AlikeKey
-from .._tree.dtypes import is_numeric, to_strong
+from .._tree.dtypes import canonical, to_strong
 from .._tree.filters import bind_all, compiled_glob, Filter
 from .._tree.parts import LayerPart, Part, part_of, stacks_of
+from .._tree.rules import check_filters
 from .._tree.walk import is_numpy, name_of, Visit, walk
 from .._typing import KeyPath, PyTree, Tree
-from .reading import as_one, in_order, placed_like, shape_of, Stored, whole_of
+from .reading import (
+    as_one,
+    in_dtype,
+    in_order,
+    placed_like,
+    shape_of,
+    Stored,
+    whole_of,
+)
 
 
 Named: TypeAlias = dict[str, tuple[int, Part]]  # leaf index and array
@@ -72,7 +82,11 @@ def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
 
 
 def load_state_dict(
-    tree: Tree, d: Mapping[str, Any], strict: bool = True, *, rename: Rename = None
+    tree: Tree,
+    d: Mapping[str, Any],
+    *filters: Filter,
+    strict: bool = True,
+    rename: Rename = None,
 ) -> Tree:
     """`tree` with the arrays of a dictionary; the inverse of `es.state_dict`.
 
@@ -84,6 +98,9 @@ def load_state_dict(
     - `tree`: any pytree. It may be abstract, as `equinox.filter_eval_shape` returns it.
     - `d`: maps names to arrays of JAX, NumPy or any library whose arrays NumPy can
         read.
+    - `*filters`: load the arrays that satisfy all filters, as in `es.load`. `d` must
+        contain them, and may contain more; all other arrays are those of `tree`.
+        Default: every array, and `d` and `tree` must have the same names.
     - `strict`: if `False`, names that only `tree` or only `d` has are skipped. Shapes
         and dtypes must still agree, and at least one name must fit.
     - `rename`: maps the name of an array in `tree` to its name in `d`: a function, or a
@@ -101,8 +118,10 @@ def load_state_dict(
     **Raises:**
 
     - `ValueError`: a name is missing or unexpected, a shape or a dtype differs (or the
-        implementation of a typed key), or an entry is not an array; or, with
-        `strict=False`, not one name fits. The message lists all of them.
+        implementation of a typed key), an entry is not an array, or JAX converts it to
+        a dtype that cannot hold its values (int64, if `jax_enable_x64` is off); or,
+        with `strict=False`, not one name fits. The message lists all of them.
+    - `ValueError`: a filter selects no array of `tree`.
     - `ValueError`: a glob in `rename` matches no name, or the new name has a different
         number of `*`.
     - `TypeError`: `d` is not a dictionary; `rename` is neither a function nor a
@@ -119,8 +138,8 @@ def load_state_dict(
         a, b = (eqx.nn.Linear(2, 3, key=jr.key(seed)) for seed in range(2))
         assert eqx.tree_equal(es.load_state_dict(a, es.state_dict(b)), b)
 
-        bias = {"bias": b.bias}
-        assert es.load_state_dict(a, bias, strict=False).weight is a.weight
+        biases = es.load_state_dict(a, es.state_dict(b), es.path_matches("bias"))
+        assert biases.bias is b.bias and biases.weight is a.weight
 
         theirs = {"blocks.0.w": b.weight, "blocks.0.b": b.bias}
         names = {"[*].weight": "blocks.*.w", "[*].bias": "blocks.*.b"}
@@ -135,11 +154,13 @@ def load_state_dict(
     named = by_name(tree)
     rename = renaming(rename, what, named)
     theirs = {name: rename(name) for name in named}
-    values = _looked_up(d, theirs)
-    unexpected = d.keys() - set(theirs.values())
-    wanted, advice = named, _NOT_STRICT if strict else _NOT_ONE
-    if not strict and (values or not named):
-        wanted, values, unexpected = *in_common(named, values), set()
+    check_filters(filters, tree, f"`{what}`")
+    wanted = select(named, filters, tree)
+    values = _looked_up(d, {name: theirs[name] for name in wanted})
+    unexpected = set() if filters else d.keys() - set(theirs.values())
+    advice = _NOT_STRICT if strict else _NOT_ONE
+    if not strict and (values or not wanted):
+        wanted, values, unexpected = *in_common(wanted, values), set()
     what, call = f"`{what}`: the dictionary", f"{what}({{}}, d{{}})"
     return restore(tree, wanted, values, what, call, advice, unexpected, theirs)
 
@@ -288,13 +309,15 @@ def restore(
     advice: str,
     unexpected: Iterable[Any] = (),
     theirs: Mapping[str, str] | None = None,
+    *,
+    cast: bool | None = None,
 ) -> Tree:
     """`tree` with the wanted values, or one error that lists all problems.
 
     The error begins with `what`. If names differ, it ends with `advice`; if they differ
     by a prefix, it ends with the `call` to write instead. `unexpected` names are
     problems, too. `theirs` maps names in the tree to the names of the values, if they
-    differ.
+    differ. `cast` is that of `differences`.
     """
 
     def label(name: str) -> str:
@@ -313,13 +336,31 @@ def restore(
     elif prefix := _prefix(more, {*missing}):
         part = f"tree.{prefix}".replace("tree.[", "tree[")
         advice = f"The names there lack `{prefix}`. Write `{call.format(part, '')}`."
+    fitted: dict[str, Any] = {}
+    too_large: set[str] = set()  # found while arrays are read
     for name, (_, part) in wanted.items():
         if name in values:
-            leaf, shape = whole_of(part).value, shape_of(part)
-            for problem, text in differences(leaf, values[name], shape):
+            leaf, value = whole_of(part).value, values[name]
+            found = differences(leaf, value, shape_of(part), cast)
+            for problem, text in found:
                 problems.setdefault(problem, []).append(f"{label(name)}: {text}")
+            if not found:
+                dtype = _dtype_inside(leaf, value, cast)
+                said = f"{label(name)}: {value.dtype} does not fit into {dtype}"
+                report = ft.partial(too_large.add, said)
+                fitted[name] = in_dtype(value, dtype, report)
+    loaded = tree
+    if not any(problems.values()):
+        loaded = put(tree, wanted, fitted, lambda *pair: to_strong(placed_like(*pair)))
+    else:  # read what may be too large, to list it, too
+        for name, value in fitted.items():
+            if isinstance(value, Stored) and value is not values[name]:
+                value.read(())
+    if too_large:
+        problems["too large"] = [*too_large]
+        advice = f"{advice} {_TOO_LARGE}".lstrip()
     complain(problems, what, advice)
-    return put(tree, wanted, values, lambda *pair: to_strong(placed_like(*pair)))
+    return loaded
 
 
 def _prefix(names: list[str], others: set[str]) -> str:
@@ -343,26 +384,47 @@ def _below(prefix: str, call: str, advice: str) -> str:
     return f"All missing names exist below `{prefix}`. {advice}"
 
 
-def differences(leaf: Any, value: Any, shape: tuple[int, ...]) -> list[tuple[str, str]]:
+_TOO_LARGE: Final = """Load large numbers into wider dtypes. Without \
+`jax_enable_x64`, JAX has neither int64 nor float64, but NumPy arrays in the tree may \
+have them."""
+
+
+def differences(
+    leaf: Any, value: Any, shape: tuple[int, ...], cast: bool | None = None
+) -> list[tuple[str, str]]:
     """Why a value cannot replace a leaf: kinds of problems, and texts.
 
-    `shape` is the shape of the leaf, or in a stack, of one layer.
+    - `shape`: the shape of the leaf, or in a stack, of one layer.
+    - `cast`: whether floats are converted; `None` if the caller has no such option.
     """
     if not (eqx.is_array(value) or isinstance(value, Stored)):
         return [("not an array", f"`{type(value).__name__}`")]
     found = []
     if value.shape != shape:
         found.append(("wrong shape", f"{value.shape} instead of {shape}"))
-    given = becomes = value.dtype
-    if not (isinstance(value, jax.Array) or is_numpy(leaf)) and is_numeric(given):
-        # Without `jax_enable_x64`, JAX converts float64 to float32. The dtypes of an
-        # abstract model are already converted; otherwise nothing may be cast.
-        if _is_abstract(leaf) or given == leaf.dtype:
-            becomes = jax.dtypes.canonicalize_dtype(given)
+    given, becomes = value.dtype, _dtype_inside(leaf, value, cast)
     if becomes != (_native(leaf.dtype) if is_numpy(leaf) else leaf.dtype):
         made = "" if becomes == given else f" (converted to {becomes} by JAX)"
-        found.append(("wrong dtype", f"{given}{made} instead of {leaf.dtype}"))
+        cure = " (`cast=True` converts floats)" if _are_floats(leaf, value) else ""
+        text = f"{given}{made} instead of {leaf.dtype}"
+        found.append(("wrong dtype", text + (cure if cast is False else "")))
     return found
+
+
+def _dtype_inside(leaf: Any, value: Any, cast: bool | None) -> Any:
+    """The dtype of a value in the tree, in the place of a leaf."""
+    if cast and _are_floats(leaf, value):
+        return _native(leaf.dtype) if is_numpy(leaf) else canonical(leaf.dtype)
+    # Without `jax_enable_x64`, JAX converts float64 to float32. The dtypes of an
+    # abstract model are already converted; otherwise nothing may be cast.
+    is_converted = _is_abstract(leaf) or value.dtype == leaf.dtype
+    if is_converted and not isinstance(value, jax.Array) and not is_numpy(leaf):
+        return canonical(value.dtype)
+    return value.dtype
+
+
+def _are_floats(*arrays: Any) -> bool:
+    return all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays)
 
 
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -24,6 +24,7 @@ from .._typing import KeyPath, PyTree, Tree
 from .context import children
 from .filters import (
     bind,
+    bind_all,
     check_filter,
     Filter,
     filter_text,
@@ -176,22 +177,24 @@ the arrays with their names and kinds. Only kinds and `...` may match nothing.""
 
 
 def check_filters(filters: Iterable[Filter], tree: PyTree, caller: str) -> None:
-    """Raise `ValueError` for a filter that matches no array, unless it is a kind.
+    """Raise `ValueError` if one of the filters, or all together, select no array.
 
     `TypeError` for something that is not a filter, such as a second tree.
     """
-    filters = tuple(filters)
+    filters, arrays = tuple(filters), parts(tree)
     several = [x for x in filters if is_kind(x)]
     for a, b in itertools.combinations(several, 2):
         if not issubclass(a, b) and not issubclass(b, a):
             raise ValueError(_NO_COMMON.format(caller, kind_name(a), kind_name(b)))
     for each in filters:
         check_filter(each, _ONE_TREE)
-        if not is_kind(each) and not any(map(bind(each, tree), parts(tree))):
-            raise ValueError(
-                _NO_MATCH.format(caller, filter_text(each), _near(each, [tree]))
-            )
+        if not any(map(bind(each, tree), arrays)):
+            text = filter_text(each)
+            raise ValueError(_SELECTS_NOTHING.format(caller, text, _near(each, [tree])))
         check_names(each, [tree], caller)
+    if filters and not any(map(bind_all(filters, tree), arrays)):
+        text = ", ".join(map(filter_text, filters))
+        raise ValueError(_SELECTS_NOTHING.format(caller, text, _ALL_OF_THEM))
 
 
 def check_names(filter: Filter, trees: list[PyTree], caller: str) -> None:
@@ -208,6 +211,11 @@ def check_names(filter: Filter, trees: list[PyTree], caller: str) -> None:
 
 _NO_COMMON: Final = """{0}: an array must satisfy all filters, and none is both \
 `{1}` and `{2}`. To select both kinds: `es.any_of({1}, {2})`."""
+
+_SELECTS_NOTHING: Final = """{}: the filter `{}` selects no array of the tree.{} \
+`es.parts(tree)` lists the arrays with their names and kinds."""
+
+_ALL_OF_THEM: Final = " An array must satisfy all filters."
 
 _ONE_TREE: Final = """Only filters follow the tree. Pass several trees as one, \
 `es.save(path, (model, optimizer))`, and options by keyword: `es.save(path, model, \
