@@ -4,13 +4,14 @@ import builtins
 import collections
 import collections.abc
 import dataclasses
+import inspect
 import re
 import sys
 import typing
 import weakref
-from collections.abc import Callable, Mapping
-from types import FrameType
-from typing import Any, ForwardRef
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FrameType
+from typing import Any, ForwardRef, NamedTuple
 
 import equinox as eqx
 
@@ -43,12 +44,13 @@ class Names(collections.ChainMap[str, Any]):
 
     def __init__(self, cls: type):
         module = vars(sys.modules.get(cls.__module__, builtins))
-        local, frame_globals = _statements.get(cls, ({}, module))
+        local, module, outer = _statements.get(cls, ({}, module, {}))
         fields = own_annotations(cls)
         # Leave out the fields: after `jax: Array = field()`, the name `jax` in other
         # annotations is still the module.
         body = {k: v for k, v in vars(cls).items() if k not in fields}
-        around = (local, frame_globals, vars(builtins))
+        variables = {x.__name__: x for x in getattr(cls, "__type_params__", ())}
+        around = (variables, local, module, outer, vars(builtins))
         super().__init__({cls.__name__: cls}, body, *around)
         self.cls = cls
         self.types: dict[Any, Spec] = {}
@@ -240,34 +242,102 @@ def is_record(cls: Any) -> bool:
 #
 # only the frame of `make` contains `Cache`.
 
-_Statement = tuple[dict[str, Any], Mapping[str, Any]]  # local names and globals
+
+class _Statement(NamedTuple):
+    """The names around a class statement that the annotations of the class mention."""
+
+    local: dict[str, Any]  # in functions
+    module: Mapping[str, Any]
+    outer: dict[str, Any]  # in the bodies of classes
+
+
 _statements = weakref.WeakKeyDictionary[type, _Statement]()
 
 
 def remember_statement(cls: type) -> None:
     """Store the local names that the annotations of the new class `cls` may need."""
-    # Do not store the frame: its other locals would live as long as the class.
-    names = set(re.findall(r"\w+", repr(own_annotations(cls))))
-    frame: FrameType | None = sys._getframe()
-    while frame.f_back is not None and _is_machinery(frame):
-        frame = frame.f_back
-    found: dict[str, Any] = {}
-    frame_globals, code = frame.f_globals, frame.f_code
+    # Do not store a frame: its other locals would live as long as the class. (Nor this
+    # function's own frame in `stack`, a reference cycle.)
+    written = own_annotations(cls), cls.__dict__.get("__orig_bases__")
+    names = set(re.findall(r"\w+", repr(written)))
+    stack = [*_frames(sys._getframe(1))]
+    # Metaclasses, decorators and `__init_subclass__` run above the statement.
+    start = next((i for i, x in enumerate(stack) if _contains(x, cls)), len(stack))
+    around = _enclosing(stack[start:])
+    if around:
+        module = around[0].f_globals
+        hidden = _out_of_reach(cls, around, names)
+    else:  # `types.new_class`, say, which a function of the module may have called
+        module = vars(sys.modules.get(cls.__module__, builtins))
+        callers = [x.f_code for x in stack if _is_in_module(x, cls)]
+        hidden = {name for code in callers for name in _locals_of(code)}
+    statement = _statements[cls] = _Statement({}, module, {})
+    for frame in around:
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        # Python does not look into the bodies of outer classes, so do that last.
+        known = statement.local if is_function else statement.outer
+        if frame.f_locals is not module:
+            for name, value in frame.f_locals.items():
+                # In `Float[Array, "n"]`, `n` is an axis; storing a tracer of that name
+                # would leak it.
+                if name in names and not eqx.is_array(value):
+                    known.setdefault(name, value)
+    # Do not take a global of the same name instead.
+    for name in names & hidden:
+        statement.local.setdefault(name, Missing)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        # Search the functions that lexically enclose the statement, but not callers.
-        if frame.f_code is code or code in frame.f_code.co_consts:
-            code = frame.f_code
-            if frame.f_locals is not frame_globals:
-                for name, value in frame.f_locals.items():
-                    # In `Float[Array, "n"]`, `n` is an axis; storing a tracer of that
-                    # name would leak it.
-                    if name in names and not eqx.is_array(value):
-                        found.setdefault(name, value)
+        yield frame
         frame = frame.f_back
-    _statements[cls] = found, frame_globals
 
 
-def _is_machinery(frame: FrameType) -> bool:
-    """Whether a frame is part of class creation: ours, Equinox's or Python's."""
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package in ("eqx_state", "equinox", "abc", "types")
+def _is_in_module(frame: FrameType, cls: type) -> bool:
+    # `exec(code, {})` has no `__name__`, and Python takes that of `builtins`.
+    return frame.f_globals.get("__name__", "builtins") == cls.__module__
+
+
+def _contains(frame: FrameType, cls: type) -> bool:
+    """Whether the code of a frame contains the class statement of `cls`."""
+    inner = [code.co_qualname for code in _codes_in(frame.f_code)]
+    return _is_in_module(frame, cls) and cls.__qualname__ in inner
+
+
+def _codes_in(code: CodeType) -> list[CodeType]:
+    return [x for x in code.co_consts if isinstance(x, CodeType)]
+
+
+def _enclosing(stack: list[FrameType]) -> list[FrameType]:
+    """The first frame, and those that lexically enclose it, but not callers."""
+    found = stack[:1]
+    for frame in stack[1:]:
+        inner = found[-1].f_code
+        if frame.f_code is inner or inner in _codes_in(frame.f_code):
+            found.append(frame)
+    return found
+
+
+def _locals_of(code: CodeType) -> set[str]:
+    return {*code.co_varnames, *code.co_cellvars}
+
+
+def _out_of_reach(cls: type, around: list[FrameType], names: set[str]) -> set[str]:
+    """Local names without a value: not assigned yet, or of a function that returned."""
+    hidden = {name for x in around for name in _locals_of(x.f_code)}
+    scopes, module = cls.__qualname__.split(".<locals>.")[:-1], around[0].f_globals
+    gone = {".<locals>.".join(scopes[: i + 1]) for i in range(len(scopes))}
+    gone -= {x.f_code.co_qualname for x in around}
+    if gone:
+        first, *rest = scopes[0].split(".")
+        outermost: Any = module.get(first)
+        for name in rest:
+            outermost = getattr(outermost, name, None)
+        codes = [getattr(inspect.unwrap(outermost), "__code__", None)]
+        for code in filter(None, codes):  # which grows
+            codes += _codes_in(code)
+            if code.co_qualname in gone:
+                gone.remove(code.co_qualname)
+                hidden |= _locals_of(code)
+    # If the code of a function is not found, it may have a kind of the same name.
+    return hidden | {x for x in names if gone and is_kind(module.get(x))}
