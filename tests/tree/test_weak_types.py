@@ -98,7 +98,8 @@ def test_numbers_and_weak_arrays_become_strong(form, value):
     for got in (cls(value).x, nothing.replace(x=value).x):
         assert is_strong(got)
         assert (got == value).all()
-        assert got.dtype == jnp.asarray(value).dtype
+        is_weight = type(value) is int and "Parameter" in form
+        assert got.dtype == jnp.asarray(1.0 if is_weight else value).dtype
     assert is_strong(jax.jit(cls)(value).x)
     default = type("Default", (cls,), {"__annotations__": {"x": es.State}, "x": 1.0})
     assert is_strong(default().x)
@@ -148,6 +149,38 @@ def test_numbers_in_containers_become_strong(text, value):
     assert all(map(is_strong, leaves))
     assert type(model.x) in (type(value), list)
     assert repr(before) == repr(value)
+
+
+def test_an_integer_for_a_parameter_is_a_weight():
+    class Weight(es.Parameter):
+        pass
+
+    class Mine(es.Module):
+        a: Weight = 1
+        b: dict[str, es.Parameter | None] = es.field(
+            default_factory=lambda: {"x": 2, "y": None}
+        )
+        c: es.Parameter[tuple[Array, ...]] = (3, True, 4.0)
+        d: es.Buffer[list[es.Parameter]] = es.field(default_factory=lambda: [5])
+        e: es.Parameter = es.Initializer(lambda key: 6)
+        f: Array = es.field(kind=es.Parameter, converter=lambda x: x, default=7)
+        g: es.State = 8
+        h: es.Parameter = None
+
+        def module_init(self, key):
+            self.h = 9
+
+    model = Mine().init(0)
+    kept = {"c[1]": "bool", "d[0]": "int32", "g": "int32"}
+    for part in es.parts(model):
+        assert part.value.dtype == kept.get(part.name, "float32"), part
+    assert es.grad(lambda m: m.a * m.e * m.h * 1.0)(model)[0].a == 54
+    for old in (jnp.arange(2), jnp.ones(2, "float16")):
+        new = model.replace(a=old).replace(a=0).a
+        assert new.dtype == old.dtype
+    assert model.replace(a=jnp.ones(2, "float16")).replace(a=10**5).a.dtype == "float32"
+    with pytest.raises(ValueError, match=r'jnp.asarray\(2, "float32"\)'):
+        es.mutable(lambda m: m)(eqx.tree_at(lambda m: m.a, model, 2))
 
 
 def test_values_without_a_declared_kind_are_not_converted():

@@ -9,7 +9,6 @@ import functools as ft
 from collections.abc import Callable
 from typing import Any, Final, overload, TYPE_CHECKING, TypeVar
 
-import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._errors import an, NotInitializedError
@@ -24,7 +23,7 @@ from .._tree.base import (
 )
 from .._tree.compare import check_not_repeated
 from .._tree.context import Context, ROOT
-from .._tree.dtypes import NUMBERS, strengthen
+from .._tree.dtypes import dtype_for, NUMBERS, strengthen
 from .._tree.keys import key_at
 from .._tree.rules import AbstractPerParameter
 from .._tree.walk import name_of, Traversal, traverse, Visit, walk
@@ -213,7 +212,7 @@ def check_usable(visits: list[Visit]) -> None:
 def _number_error(number: Any, context: Context, path: KeyPath) -> ValueError:
     name, owner, kind = name_of(path), context.owner, context.kind
     field = name if owner is None else f"{owner.__qualname__}.{context.field}"
-    dtype = jnp.result_type(type(number)).name
+    dtype = dtype_for(number, kind).name
     said = name, number, field, kind_name(kind or TreePart), keystr(path), dtype
     text = _NUMBER.format(*said)
     if owner is not None and not issubclass(owner, BaseModule):

@@ -73,7 +73,8 @@ class Module(BaseModule):
     A `functools.cached_property` is computed at each read, so it never uses old values.
 
     In a field that declares a kind, a Python number, a bool or a weakly typed array
-    becomes a strongly typed array. If pytree surgery puts a number there, as in
+    becomes a strongly typed array; in an `es.Parameter`, an integer becomes a float,
+    because integers cannot be trained. If pytree surgery puts a number there, as in
     `eqx.tree_at(lambda m: m.scale, model, 0.5)`, running, training or saving the model
     raises a `ValueError`. Class defaults may be arrays; every instance gets its own
     copy.

@@ -16,7 +16,7 @@ import numpy as np
 
 from .._errors import show
 from .._kinds.fields import declarations, declared_child
-from .._kinds.kinds import NOTHING, Spec
+from .._kinds.kinds import Kind, NOTHING, Parameter, Spec
 from .base import is_eqx_module
 from .context import children, with_children
 from .walk import is_array, is_numpy
@@ -35,7 +35,7 @@ def strengthen(value: Any, spec: Spec, old: Any = None) -> Any:
         return value
     below = children(value)
     if below is None:
-        return value if spec.kind is None else to_strong(value, old)
+        return value if spec.kind is None else to_strong(value, old, spec.kind)
     before = dict(children(old) or ())
     new = [
         strengthen(child, _inner(spec, value, key), before.get(key))
@@ -46,8 +46,9 @@ def strengthen(value: Any, spec: Spec, old: Any = None) -> Any:
 
 
 def _inner(spec: Spec, node: Any, key: Any) -> Spec:
-    inner = declared_child(spec, node, key)
-    return inner if inner.kind else inner._replace(kind=spec.kind)
+    inner, outer = declared_child(spec, node, key), spec.kind
+    is_covered = inner.kind is None or (outer is not None and outer.covering)
+    return inner._replace(kind=outer) if is_covered else inner
 
 
 def strengthen_field(cls: type, name: str, value: Any, old: Any = None) -> Any:
@@ -55,19 +56,28 @@ def strengthen_field(cls: type, name: str, value: Any, old: Any = None) -> Any:
     return strengthen(value, declarations(cls).get(name, NOTHING), old)
 
 
-def to_strong(leaf: Any, old: Any = None) -> Any:
+def to_strong(leaf: Any, old: Any = None, kind: Kind | None = None) -> Any:
     """A number or a weak array as a strong array; anything else unchanged.
 
     The dtype is that of the array `old`, if there is one and it can hold the value.
     """
     if type(leaf) in NUMBERS:
+        if is_array(old) and not jnp.issubdtype(old.dtype, jnp.inexact):
+            kind = None  # an integer for an integer
         # `jnp.asarray(1.0)` without a dtype would be weak.
-        return jnp.asarray(leaf, _strong_dtype(leaf, jnp.result_type(type(leaf)), old))
+        return jnp.asarray(leaf, _strong_dtype(leaf, dtype_for(leaf, kind), old))
     if is_weak(leaf):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(weak_type=False)
         return leaf.astype(_strong_dtype(leaf, leaf.dtype, old))
     return leaf
+
+
+def dtype_for(number: Any, kind: Kind | None) -> Any:
+    """The dtype of a Python number in a field of a kind."""
+    # `scale: es.Parameter = 1` means a weight, and integers are not trained.
+    is_weight = type(number) is int and kind is not None and issubclass(kind, Parameter)
+    return jnp.result_type(float if is_weight else type(number))
 
 
 def _strong_dtype(leaf: Any, own: Any, old: Any) -> Any:
@@ -146,14 +156,18 @@ def holds(dtype: Any, x: Any) -> bool:
         least, most = float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)
     if type(x) is int:
         return least <= x <= most
-    is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    is_readable = is_numpy(x) or is_concrete and x.is_fully_addressable
     own = jnp.iinfo(x.dtype)
     # Reading an array waits for its values, so compare the dtypes first.
-    if not is_readable or x.size == 0 or least <= own.min and own.max <= most:
+    if least <= own.min and own.max <= most or x.size == 0 or not is_readable(x):
         return True
     values = np.asarray(x)
     return least <= int(values.min()) and int(values.max()) <= most
+
+
+def is_readable(x: Any) -> bool:
+    """Whether this process can read the values of an array."""
+    is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return is_numpy(x) or (is_concrete and x.is_fully_addressable)
 
 
 def is_traceable(x: Any) -> bool:
