@@ -242,3 +242,58 @@ def test_two_nodes_tied_by_one_shared():
     for tied in (shared, pairs):
         _, new = es.mutable(f)(tied, 1.0)
         assert [layer.count for layer in new.pytree[0]] == [2, 1]
+
+
+# --- A model that contains itself -----------------------------------------------------
+
+
+class Child(es.Module):
+    parent: Any
+
+
+class Parent(es.Module):
+    child: Any
+
+    def __init__(self, make):
+        self.child = make(self)
+
+    def __call__(self, x):
+        self.child = {"self": [self]}
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda self: self, "child"),
+        (Child, "child.parent"),
+        (lambda self: {"a": [(1, self)]}, r"child\['a'\]\[0\]\[1\]"),
+    ],
+)
+def test_a_model_that_contains_itself_is_an_error(make, path):
+    with pytest.raises(ValueError, match=f"`{path}` is the `Parent` itself.*parent"):
+        Parent(make)
+
+
+def test_other_trees_that_contain_themselves():
+    plain, inner = Held(None), [1]
+    object.__setattr__(plain, "inner", (2, plain))
+    inner.append([inner])
+    for tree, path in [(plain, r"inner\[1\]"), (inner, r"\[1\]\[0\]")]:
+        for use in (es.parts, es.state_dict, lambda x: es.mutable(lambda m: m)(x)):
+            with pytest.raises(ValueError, match=f"`{path}` is the `.*` itself"):
+                use(tree)
+    around = {"x": inner}
+    with pytest.raises(ValueError, match=r"`\['x'\]\[1\]\[0\]` is `\['x'\]`"):
+        es.parts(around)
+    model = Parent(lambda self: {"self": [jnp.ones(1)]})
+    with pytest.raises(ValueError, match=r"`child\['self'\]\[0\]` is the `Parent`"):
+        es.mutable(model)(1.0)
+
+
+def test_a_tree_that_is_too_deep_remains_an_error_of_python():
+    deep: Any = [1]
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(RecursionError, match="recursion"):
+        es.parts(deep)

@@ -21,7 +21,16 @@ from .base import (
 from .context import children
 from .observe import untagged
 from .shared import unscoped
-from .walk import copy_tree, is_array, leaves, name_of, set_flags, Visit, walk
+from .walk import (
+    check_no_cycle,
+    copy_tree,
+    is_array,
+    leaves,
+    name_of,
+    set_flags,
+    Visit,
+    walk,
+)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -171,7 +180,8 @@ def check_apart(visits: list[Visit], kinds: tuple[type, ...] = (State,)) -> None
 def flatten_apart(tree: PyTree) -> tuple[list[Any], Any]:
     """The leaves and the structure, after `check_not_repeated`, in one pass."""
     modules: list[Any] = []
-    leaves, structure = jtu.tree_flatten(tree, is_leaf=ft.partial(_record, modules))
+    record = ft.partial(_record, tree, modules)
+    leaves, structure = jtu.tree_flatten(tree, is_leaf=record)
     if len(set(map(id, modules))) < len(modules):
         check_not_repeated(tree)
     return leaves, structure
@@ -180,12 +190,15 @@ def flatten_apart(tree: PyTree) -> tuple[list[Any], Any]:
 def modules_below(tree: PyTree) -> list[Any]:
     """Every `es.Module` in a tree, without its path; cheaper than a walk."""
     modules: list[Any] = []
-    jtu.tree_leaves(tree, is_leaf=ft.partial(_record, modules))
+    jtu.tree_leaves(tree, is_leaf=ft.partial(_record, tree, modules))
     return modules
 
 
-def _record(modules: list[Any], node: Any) -> bool:
+def _record(tree: PyTree, modules: list[Any], node: Any) -> bool:
     if is_module(node):
+        # Not after a `RecursionError` of JAX, which leaves no room for further calls.
+        if node is tree and modules:
+            check_no_cycle(tree)
         modules.append(node)
     return False
 
