@@ -436,3 +436,78 @@ def test_configure_does_not_change_the_number_of_layers():
     )
     assert len(stacked) == 2
     assert stacked(jnp.array(1)) == 4
+
+
+# --- Keys -----------------------------------------------------------------------------
+
+
+class Keyed(es.Module):
+    """A layer that may hold one key, several, or a legacy one."""
+
+    key: es.Rng | None
+    state: es.State
+    table: es.Buffer
+
+    def __call__(self, x):
+        return x
+
+
+def keyed(key=None, state=None, table=None):
+    return Keyed(key, state, table)
+
+
+def constant(key):
+    return es.nn.Dropout(0.5, key=0)
+
+
+EQUAL = {
+    "seed": lambda: [es.nn.Dropout(0.5, key=0) for _ in range(3)],
+    "two of three": lambda: [es.nn.Dropout(0.5, key=i % 2) for i in range(3)],
+    "legacy": lambda: [keyed(jr.PRNGKey(0)) for _ in range(2)],
+    "one of several": lambda: [
+        keyed(jr.wrap_key_data(jnp.array([[i, i], [0, 1]], "uint32"))) for i in range(2)
+    ],
+    "typed key in state": lambda: [keyed(state=jr.key(0)) for _ in range(2)],
+    "in a stack": lambda: [
+        es.nn.Stacked([es.nn.Dropout(key=0), es.nn.Dropout(key=i + 1)])
+        for i in range(2)
+    ],
+}
+
+
+@pytest.mark.parametrize("layers", EQUAL.values(), ids=EQUAL)
+def test_layers_with_equal_keys_are_an_error(layers):
+    with pytest.raises(ValueError, match=r"two layers have the same key, `.*reseed"):
+        es.nn.Stacked(layers())
+
+
+def test_make_with_a_constant_key_is_an_error():
+    with pytest.raises(ValueError, match="two layers have the same key, `rng`"):
+        es.nn.Stacked.make(constant, jr.split(jr.key(0), 3))
+    lazy = es.nn.Stacked.make(lambda key: es.nn.Dropout(0.5), jr.split(jr.key(0), 3))
+    assert len(lazy.init(0)) == 3  # a key for each
+
+
+def test_keys_that_draw_nothing_or_are_unknown_are_not_compared():
+    layers = [keyed(table=jr.key(0)) for _ in range(2)]
+    assert es.nn.Stacked(layers).layers.table.shape == (2,)
+    keys = jr.split(jr.key(0), 3)
+    traced = es.jit(lambda keys: es.nn.Stacked.make(constant, keys))(keys)
+    assert traced.layers.rng.shape == (3,)
+    shapes = eqx.filter_eval_shape(es.nn.Stacked.make, constant, keys)
+    assert shapes.layers.rng.shape == (3,)
+    drop = eqx.filter_eval_shape(constant, keys)
+    assert es.nn.Stacked([drop, jax.tree.map(lambda x: x, drop)]).layers.rng.shape == (
+        2,
+    )
+    # Equal numbers at different places of a layer.
+    data = jnp.array([[[0, 1], [0, 2]], [[0, 2], [0, 1]]], "uint32")
+    assert len(es.nn.Stacked([keyed(jr.wrap_key_data(d)) for d in data])) == 2
+
+
+def test_checkpoint_may_be_switched_off_later():
+    stack = es.nn.Stacked([eqx.nn.Lambda(jnp.tanh)] * 2, checkpoint=True)
+    x = jnp.ones(2)
+    plain = es.configure(stack, checkpoint=False)
+    assert "remat" not in str(jax.make_jaxpr(jax.grad(lambda x: plain(x).sum()))(x))
+    assert jnp.array_equal(plain(x), stack(x))

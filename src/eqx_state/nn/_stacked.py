@@ -13,6 +13,7 @@ import numpy as np
 
 from .._errors import public_name
 from .._interop import takes_key
+from .._kinds.kinds import Rng, State
 from .._state.init import init
 from .._state.lazy import check_initialized, Initializer, missing
 from .._state.module import Module
@@ -20,9 +21,10 @@ from .._transforms.checkpoint import checkpoint as remat
 from .._transforms.loops import scan
 from .._tree.base import is_eqx_module
 from .._tree.compare import check_not_repeated, difference
-from .._tree.keys import is_key, key_at, num_key_axes
+from .._tree.dtypes import is_readable
+from .._tree.keys import is_key, is_typed, key_at, num_key_axes
 from .._tree.parts import check_stack, layer_of
-from .._tree.walk import copy_tree, is_array, is_numpy
+from .._tree.walk import copy_tree, is_array, is_numpy, leaves
 from .._typing import PyTree
 
 
@@ -51,7 +53,27 @@ def _stacked(layers: list[Any]) -> PyTree:
         if _form(layer) != _form(layers[0]):
             different = difference(layers[0], layer, _form)
             raise ValueError(_DIFFER.format(i, different))
-    return jtu.tree_map(lambda *column: _as_one(column), *layers)
+    return _checked(jtu.tree_map(lambda *column: _as_one(column), *layers), len(layers))
+
+
+def _checked(stacked: PyTree, length: int) -> PyTree:
+    """The stacked layers; `ValueError` if two of them have equal keys in one place."""
+    for visit in leaves(stacked):
+        x = visit.node
+        is_drawn = visit.is_a(Rng) or visit.is_a(State) and is_typed(x)
+        if is_drawn and is_readable(x):
+            data = np.asarray(jr.key_data(x) if is_typed(x) else x)
+            data = data.reshape(length, -1, data.shape[-1])
+            for column in data.swapaxes(0, 1):  # a layer may have several keys
+                if len(np.unique(column, axis=0)) < length:
+                    raise ValueError(_EQUAL_KEYS.format(visit.name or "its key"))
+    return stacked
+
+
+_EQUAL_KEYS: Final = """`es.nn.Stacked`: two layers have the same key, `{}`, and would \
+draw the same numbers. Make each layer from a key of its own: \
+`es.nn.Stacked.make(lambda key: es.nn.Dropout(0.5, key=key), jax.random.split(key, \
+n))`. Or give the layers new keys first: `es.nn.Stacked(es.reseed(layers, 42))`."""
 
 
 def _form(tree: PyTree) -> tuple[Any, list[Any]]:
@@ -163,7 +185,8 @@ class Stacked(Module, Generic[_Layer]):
 
         - `TypeError`: one of the layers is a class.
         - `ValueError`: the layers differ (the message names the first path), there are
-            none, or a stateful layer occurs twice.
+            none, a stateful layer occurs twice, or two layers have the same random key
+            (unless this runs in a trace, where keys are unknown).
         """
         self.checkpoint = checkpoint or None
         self.unroll = unroll
@@ -188,6 +211,7 @@ class Stacked(Module, Generic[_Layer]):
         **Raises:**
 
         - `TypeError`: `keys` is a single key, or a number.
+        - `ValueError`: two layers have the same random key.
 
         !!! example
 
@@ -224,7 +248,7 @@ class Stacked(Module, Generic[_Layer]):
             each = [make_layer(keys[i]) for i in range(len(keys))]
             return Stacked(each, checkpoint=checkpoint, unroll=unroll)
         empty: Stacked[Any] = Stacked([()], checkpoint=checkpoint, unroll=unroll)
-        return _with(empty, layers, len(keys))
+        return _with(empty, _checked(layers, len(keys)), len(keys))
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """**Arguments:**
@@ -253,7 +277,7 @@ class Stacked(Module, Generic[_Layer]):
             del kwargs["key"]
         elif _is_one_key(kwargs.get("key")):
             keys = {"key": jr.split(kwargs.pop("key"), length)}
-        is_remat = self.checkpoint is not None
+        is_remat = bool(self.checkpoint)  # `es.configure` may have set it to `False`
         policy = None if self.checkpoint is True else self.checkpoint
         # In a loop, XLA cannot merge the recomputation with the forward pass, so a
         # barrier against that would only cost time.
