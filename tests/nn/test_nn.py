@@ -457,6 +457,57 @@ def test_complex_input_is_an_error():
         es.mutable(norm)(jnp.ones((8, 3), jnp.complex64))
 
 
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        ((1e-5,), {}),
+        ((0,), {}),
+        ((np.float32(1),), {}),
+        ((jnp.ones(2),), {}),
+        (("batch", 0.9), {}),
+        ((("a", 0.9),), {}),
+    ],
+)
+def test_only_size_and_name_are_positional_and_a_name_is_no_number(args, options):
+    with pytest.raises(TypeError, match=r"eps=1e-5, momentum=|positional arguments"):
+        es.nn.BatchNorm(4, *args, **options)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "text"),
+    [
+        (es.nn.BatchNorm, {"momentum": 1.5}, r"number from 0 to 1.*PyTorch"),
+        (es.nn.BatchNorm, {"momentum": -0.1}, r"number from 0 to 1"),
+        (es.nn.BatchNorm, {"eps": -1e-5}, r"eps=-1e-05.*at least 0"),
+        (es.nn.Dropout, {"p": 1.5}, r"p=1\.5.*from 0 to 1"),
+        (es.nn.Dropout, {"p": float("nan")}, r"from 0 to 1"),
+    ],
+)
+def test_a_setting_out_of_range_is_an_error_wherever_it_is_set(cls, options, text):
+    with pytest.raises(ValueError, match=text):
+        cls(3, **options) if cls is es.nn.BatchNorm else cls(**options)
+    layer = es.nn.BatchNorm(3) if cls is es.nn.BatchNorm else es.nn.Dropout(key=0)
+    for change in (
+        lambda: es.configure([layer], **options),
+        lambda: layer.replace(**options),
+        lambda: es.configure(es.nn.Stacked([layer]), **options),
+    ):
+        with rejects(layer, ValueError, text):
+            change()
+
+
+def test_settings_that_depend_on_others():
+    norm = es.nn.BatchNorm(3, debias=False)
+    with rejects(norm, ValueError, "momentum=None` needs the number of batches"):
+        es.configure(norm, momentum=None)
+    with rejects(norm, TypeError, "called by a name"):
+        es.configure(norm, axis_name=0.5)
+    hollow = es.filter(norm, es.Parameter)
+    assert es.configure(hollow, momentum=None).momentum is None
+    with pytest.raises(ValueError, match="p=f32"):
+        es.configure(es.nn.Dropout(key=0), p=jnp.float32(0.5))
+
+
 # --- Dropout --------------------------------------------------------------------------
 
 

@@ -158,6 +158,13 @@ class BaseModule(CanBeUnbuilt, metaclass=_ModuleMeta):
         del axis_name
         return ""
 
+    def _eqx_state_check(self) -> None:
+        """Raise if a setting is invalid.
+
+        Layers of the library check their settings here, for their `__init__` and for
+        functions that replace a field.
+        """
+
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls)
         # A dataclass does not store `init=False` defaults on the instance, so the

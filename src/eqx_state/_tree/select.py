@@ -360,7 +360,8 @@ def configure(tree: Tree, **attributes: Any) -> Tree:
 
     **Raises:**
 
-    - `ValueError`: no module has one of them.
+    - `ValueError`: no module has one of them, or a layer of `es.nn` does not accept the
+        value.
 
     !!! example
 
@@ -384,6 +385,8 @@ def configure(tree: Tree, **attributes: Any) -> Tree:
             said = name, public_name(type(old)), type(module).__qualname__
             raise ValueError(_A_LAYER.format(*said))
         _assign(module, name, new)
+    for module in {id(m): m for m, _ in places if is_module(m)}.values():
+        module._eqx_state_check()
     return tree
 
 
@@ -406,6 +409,7 @@ def replace(module: Any, **fields: Any) -> Any:
     new = copy_tree(module)
     for name, value in fields.items():
         _assign(new, name, value)
+    new._eqx_state_check()
     return new
 
 

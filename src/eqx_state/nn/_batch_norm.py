@@ -1,6 +1,7 @@
 """Batch normalization with its statistics as state."""
 
 import math
+import numbers
 from typing import Any, Final
 
 import equinox as eqx
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
+from .._errors import show
 from .._kinds.kinds import BatchStat, Parameter
 from .._state.module import Module
+from .._tree.walk import is_array
 
 
 class BatchNorm(Module):
@@ -73,11 +76,11 @@ class BatchNorm(Module):
         self,
         input_size: int,
         axis_name: Any = None,
+        *,
         eps: float = 1e-5,
         channelwise_affine: bool = True,
         momentum: float | None = 0.99,
         dtype: Any = None,
-        *,
         channel_axis: int | None = None,
         debias: bool = True,
         key: Any = None,
@@ -87,11 +90,11 @@ class BatchNorm(Module):
         - `input_size`: the number of channels.
         - `axis_name`: the name of the `vmap` axis to reduce over, or a tuple of names.
             The input is then one example. Default: `None`; the input is a batch.
-        - `eps`: added to the variance. Default: 1e-5.
+        - `eps`: added to the variance, at least 0. Default: 1e-5.
         - `channelwise_affine`: whether to scale and shift with `weight` and `bias`.
         - `momentum`: the weight of the old running average in each update, after many
-            updates. `None` means the plain average over all batches, as in PyTorch.
-            Default: 0.99.
+            updates, at least 0 and at most 1. `None` means the plain average over all
+            batches, as in PyTorch. Default: 0.99.
         - `dtype`: the dtype of the parameters, real floating. Default: JAX's default
             float. The statistics have the same dtype, but at least float32.
         - `channel_axis`: the channel axis of the input. Default: 0 with an `axis_name`,
@@ -103,8 +106,9 @@ class BatchNorm(Module):
 
         **Raises:**
 
-        - `TypeError`: `input_size` is not an integer.
-        - `ValueError`: `dtype` is not a real floating dtype.
+        - `TypeError`: `input_size` is not an integer, or `axis_name` is a number.
+        - `ValueError`: `dtype` is not a real floating dtype, or `momentum` or `eps` is
+            out of range.
         """
         del key
         if not hasattr(input_size, "__index__"):
@@ -124,6 +128,21 @@ class BatchNorm(Module):
         self.channel_axis = channel_axis
         self.eps = eps
         self.momentum = momentum
+        self._eqx_state_check()
+
+    def _eqx_state_check(self) -> None:
+        names = self.axis_name
+        for name in names if isinstance(names, (tuple, list)) else [names]:
+            if isinstance(name, numbers.Number) or is_array(name):
+                raise TypeError(_NO_NAME.format(self.input_size, show(name)))
+        momentum, eps = self.momentum, self.eps
+        # After `es.configure`, they may be arrays.
+        if isinstance(momentum, numbers.Real) and not 0 <= momentum <= 1:
+            raise ValueError(_NO_MOMENTUM.format(momentum))
+        if isinstance(eps, numbers.Real) and not eps >= 0:
+            raise ValueError(f"`es.nn.BatchNorm(eps={eps})`: `eps` is at least 0.")
+        if momentum is None and self.count is None and self.mean is not None:
+            raise ValueError(_NO_COUNT)
 
     def _eqx_state_not_reduced(self, axis_name: Any) -> str:
         own = _as_tuple(self.axis_name)
@@ -321,6 +340,18 @@ def _check_input(norm: BatchNorm, x: Array) -> None:
 _NO_SIZE: Final = """`es.nn.BatchNorm({0!r}, {1!r})`: the first argument is the \
 number of channels, an integer, and the second the name of the axis: \
 `es.nn.BatchNorm(8, "batch")`."""
+
+_NO_NAME: Final = """`es.nn.BatchNorm({0}, axis_name={1})`: an axis is called by a \
+name, such as "batch", or by a tuple of names, and not by a number. Pass all other \
+settings by their names: `es.nn.BatchNorm({0}, eps=1e-5, momentum=0.9)`."""
+
+_NO_MOMENTUM: Final = """`es.nn.BatchNorm(momentum={})`: `momentum` is the weight of \
+the old average, a number from 0 to 1, or `None`. It is 1 minus the momentum of \
+PyTorch."""
+
+_NO_COUNT: Final = """`momentum=None` needs the number of batches, which an \
+`es.nn.BatchNorm` does not count with `debias=False`. Create the layer with \
+`momentum=None`."""
 
 _UNBOUND: Final = """`es.nn.BatchNorm(axis_name={0!r})` averages over an axis of that \
 name, and there is none. Name the axis where you map the model: `es.vmap(model, \

@@ -1,6 +1,7 @@
 """Dropout that draws from its own key."""
 
 import functools as ft
+import numbers
 from typing import Any, Final
 
 import equinox as eqx
@@ -10,6 +11,7 @@ import jax.random as jr
 from jaxtyping import Array
 
 from .._compat import split_like
+from .._errors import show
 from .._kinds.kinds import Rng
 from .._state.lazy import Initializer
 from .._state.module import Module
@@ -57,13 +59,16 @@ class Dropout(Module):
                 "`es.nn.Dropout(key)`: the first argument is the fraction of elements"
                 " to drop. Pass the key by its name: `es.nn.Dropout(0.5, key=key)`."
             )
-        if not 0 <= p <= 1:
-            raise ValueError(
-                f"`es.nn.Dropout(p={p})`: `p` is the fraction of elements to drop, and"
-                " must be a number from 0 to 1."
-            )
         self.p = float(p)
         self.rng = Initializer(lambda key: key) if key is None else as_key(key)
+        self._eqx_state_check()
+
+    def _eqx_state_check(self) -> None:
+        if not (isinstance(self.p, numbers.Real) and 0 <= self.p <= 1):
+            raise ValueError(
+                f"`es.nn.Dropout(p={show(self.p)})`: `p` is the fraction of elements to"
+                " drop, and must be a number from 0 to 1."
+            )
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """**Arguments:**
