@@ -123,12 +123,9 @@ def main(path=None, *, seeds=(0, 1, 2), epochs=20, at_least=0.98):
         accuracies[seed] = float(np.mean(guesses == labels))
         print(f"seed {seed}: test accuracy {accuracies[seed]:.2%}")
 
-    statistics = sum(x.size for x in jax.tree.leaves(model.filter(es.BatchStat)))
-    print(
-        f"No line passes the {statistics} running statistics, the random key or the "
-        "mode\nfrom layer to layer: they are in the model, in the rows BatchStat and Rng "
-        "below."
-    )
+    count = sum(x.size for x in jax.tree.leaves(model.filter(es.BatchStat)))
+    print(f"No code passes {count} statistics, a key or the mode from layer to layer.")
+    print("They are in the model, in the rows BatchStat and Rng of this table:")
     print(es.tabulate((model, optimizer), depth=1))
     if path is not None:
         import _pictures  # needs matplotlib
