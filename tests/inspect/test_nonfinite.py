@@ -278,6 +278,171 @@ def test_all_devices_of_a_shard_map_are_checked(options):
     assert es.find_nonfinite(f)(model, x) == ["layers[1]"]
     x = x.at[1, 1].set(-1.0)
     assert es.find_nonfinite(f)(model, x) == ["layers[0]", "layers[1]"]
+    model = Net([Quiet(), eqx.nn.Lambda(jnp.sqrt)])
+    step = es.value_and_grad(lambda m, x: f(m, x).sum())
+    assert es.find_nonfinite(step)(model, jnp.ones((2, 2))) == []
+    x = jnp.ones((2, 2)).at[1, 0].set(0.0)
+    assert es.find_nonfinite(step)(model, x) == ["layers[1] (gradient)"]
+
+
+# --- The backward pass ----------------------------------------------------------------
+
+
+class Norm(es.Module):
+    """Its derivative at 0 is NaN."""
+
+    calls: es.State = 0
+
+    def __call__(self, x):
+        self.calls = self.calls + 1
+        return jnp.sqrt(jnp.sum(x**2))
+
+
+class Root(es.Module):
+    """Its derivative with respect to `w` is infinite at 0."""
+
+    w: es.Parameter
+
+    def __call__(self, x):
+        return jnp.sqrt(self.w) + x
+
+
+PLAIN = eqx.nn.Lambda(lambda x: jnp.sqrt(jnp.sum(x**2)))
+
+
+class Pair(es.Module):
+    first: eqx.Module
+    last: eqx.Module
+
+    def __call__(self, x):
+        return self.last(self.first(x))
+
+
+def grad(f):
+    return es.value_and_grad(lambda model, x: jnp.sum(f(model, x)))
+
+
+def total(model, xs):
+    return es.scan(lambda c, x: (c + model(x), None), jnp.zeros(()), xs)[0]
+
+
+# The model with its last layer, of a batch whose first example is 0.
+BACKWARD = {
+    "grad": grad(lambda m, xs: m(xs[0])),
+    "jit of grad": es.jit(grad(lambda m, xs: m(xs[0]))),
+    "grad of jit": grad(lambda m, xs: es.jit(m)(xs[0])),
+    "grad of es.vmap": grad(lambda m, xs: es.vmap(m)(xs)),
+    "grad of jax.vmap": grad(lambda m, xs: jax.vmap(lambda x: es.eval(m)(x))(xs)),
+    "es.vmap of grad": lambda m, xs: es.vmap(
+        lambda m, x: es.grad(lambda m, x: m(x))(m, x)[0], in_axes=(None, 0)
+    )(m, xs),
+    "checkpoint": grad(lambda m, xs: es.checkpoint(m)(xs[0])),
+    "scan": es.jit(grad(total)),
+    "scan of checkpoint": grad(lambda m, xs: total(es.checkpoint(m), xs)),
+    "cond": grad(lambda m, xs: es.cond(xs.sum() > -1, m, lambda x: 0 * m(x), xs[0])),
+    "hessian": lambda m, xs: es.hessian(lambda x: m(x))(xs[0]),
+    "jacrev": lambda m, xs: es.jacrev(lambda x: m(x))(xs[0]),
+    "vjp": lambda m, xs: es.vjp(lambda x: m(x), xs[0])[1](1.0),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_a_call_that_makes_a_nan_in_the_backward_pass_is_named(name):
+    last = PLAIN if name == "grad of jax.vmap" else Norm()
+    model = Pair(Quiet(), last)
+    run = es.find_nonfinite(BACKWARD[name])
+    xs = jnp.array([[0.0, 0.0], [1.0, 2.0]])
+    with untouched(model):
+        for _ in range(2):  # the second time with a compiled function
+            assert run(model, xs) == ["last (gradient)"]
+            assert run(model, xs[::-1].at[1].set(1.0)) == []
+
+
+def test_forward_mode_and_infinite_inputs_name_no_backward_pass():
+    model = Pair(Quiet(), Norm())
+    for f in (
+        lambda m, x: es.jvp(lambda x: m(x), (x,), (x,)),
+        lambda m, x: es.jacfwd(lambda x: m(x))(x),
+        lambda m, x: es.linearize(lambda x: m(x), x)[1](x),
+    ):
+        assert es.find_nonfinite(f)(model, ZEROS) == []
+    step = es.find_nonfinite(grad(lambda m, x: m(x)))
+    assert step(model, jnp.array([jnp.inf, 1.0])) == ["argument 1"]
+    assert step(Pair(Root(1.0), Log()), -X) == ["last"]
+
+
+def test_parameters_and_written_state_have_cotangents_too():
+    class Cache(es.Module):
+        root: es.State
+        w: es.Parameter = 0.0
+
+        def __call__(self, x):
+            self.root = jnp.sqrt(self.w)
+            return x
+
+    class Uses(es.Module):
+        cache: Cache
+        last: eqx.Module
+
+        def __call__(self, x):
+            return self.last(self.cache(x) + self.cache.root)
+
+    step = es.find_nonfinite(grad(lambda m, x: m(x)))
+    assert step(Root(0.0), X) == ["(gradient)"]
+    assert step(Root(1.0), X) == []
+    assert step(Uses(Cache(0.0), Quiet()), X) == ["cache (gradient)"]
+    assert step(Uses(Cache(0.0), Root(0.0)), X) == [
+        "last (gradient)",
+        "cache (gradient)",
+    ]
+    # The NaN comes in through the state, so the module that wrote it is not to blame.
+    model = Uses(Cache(0.0, 1.0), Quiet())
+    bad = grad(lambda m, x: m(x) + jnp.sqrt(m.cache.root - m.cache.root))
+    assert es.find_nonfinite(bad)(model, X) == []
+
+
+def test_a_stack_is_named_as_a_whole_and_calls_in_the_order_of_the_backward_pass():
+    stack = es.nn.Stacked([Root(1.0), Root(0.0)])
+    step = es.find_nonfinite(grad(lambda m, x: m(x)))
+    assert step(Pair(stack, Quiet()), X) == ["first.layers (gradient)"]
+    both = lambda m, x: m.first(x) + m.last(x)  # noqa: E731
+    model = Pair(Root(0.0), Root(0.0))
+    for run in (grad(both), es.jit(grad(both))):
+        names = es.find_nonfinite(run)(model, X)
+        assert names == ["last (gradient)", "first (gradient)"]
+    # One gradient after the other.
+    each = lambda m, x: [grad(lambda m, x: m(x))(y, x) for y in (m.first, m.last)]  # noqa: E731
+    assert es.find_nonfinite(each)(model, X) == names[::-1]
+
+
+def test_of_nested_calls_the_innermost_is_named_also_in_a_recursion():
+    class Again(es.Module):
+        w: es.Parameter = 0.0
+
+        def __call__(self, x, n=2):
+            return self(x, n - 1) if n else jnp.sqrt(self.w) + x
+
+    step = es.find_nonfinite(grad(lambda m, x: m(x)))
+    assert step(Again(), X) == ["(gradient)"]
+    assert step(Pair(Pair(Quiet(), Again()), Quiet()), X) == ["first.last (gradient)"]
+
+
+def test_a_search_in_a_search_and_one_that_failed_leave_no_names():
+    step = grad(lambda m, x: m(x))
+
+    def nested(model, x):
+        assert es.find_nonfinite(step)(model, x) == ["(gradient)"]
+        return model(x)
+
+    assert es.find_nonfinite(nested)(Root(0.0), X) == []
+
+    def fails(model, x):
+        step(model, x)
+        raise KeyError("after the backward pass")
+
+    with pytest.raises(KeyError, match="after the backward pass"):
+        es.find_nonfinite(fails)(Root(0.0), X)
+    assert es.find_nonfinite(step)(Root(1.0), X) == []
 
 
 # --- Arrays ---------------------------------------------------------------------------

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
-import jax.tree_util as jtu
 
 from .._compat import boundary, is_in_trace
 from .._kinds.kinds import State
@@ -20,6 +18,7 @@ from .._transforms.transform import Transform, wrap
 from .._tree.observe import Observer, ProgramKey
 from .._tree.parts import is_inexact, parts
 from .._typing import PyTree
+from .backward import blamed, is_finite, watched
 from .capture import callable_names, check_missed
 
 
@@ -28,6 +27,7 @@ class _Finite(Observer):
 
     def __init__(self):
         self.key = ProgramKey(("es.find_nonfinite",))
+        self.chain: tuple[str, ...] = ()  # the names of the calls around this one
 
     def check(self, model: PyTree) -> None:
         callable_names(model, "es.find_nonfinite")
@@ -40,9 +40,14 @@ class _Finite(Observer):
         # Use a new key for each call, because the order of the keys is the order in
         # which calls are traced.
         key = Key(tag, True, sum(tag == other.name for other in before))
-        was_finite = _is_finite((args, kw))
-        out = call(*args, **kw)
-        bad = was_finite & ~_is_finite(out)
+        around = self.chain
+        self.chain = (*around, tag)
+        was_finite = is_finite((args[1:], kw))  # without the module
+        try:
+            out = watched(self.chain, call, args, kw)
+        finally:
+            self.chain = around
+        bad = was_finite & ~is_finite(out)
         for made in carried_out(scope, key, [bad]):  # one, or none
             # Do not blame this call for what an inner call produced. The scope already
             # contains the results of inner calls; their first axes are the lanes of
@@ -52,16 +57,6 @@ class _Finite(Observer):
                     made &= ~x.any(axis=tuple(range(made.ndim, x.ndim)))
             scope.sown.setdefault(key, []).append(made)
         return out
-
-
-def _is_finite(tree: PyTree) -> jax.Array:
-    """Whether no number in a tree is NaN or infinite."""
-    numbers = [x for x in jtu.tree_leaves(tree) if _is_inexact(x)]
-    return jnp.array([jnp.isfinite(x).all() for x in numbers], bool).all()
-
-
-def _is_inexact(x: Any) -> bool:
-    return eqx.is_array_like(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 class _FindNonfinite(Transform):
@@ -74,12 +69,14 @@ class _FindNonfinite(Transform):
         given = {**dict(enumerate(args)), **kwargs}
         if receiver(self.f) is None:  # the model is the first argument
             del given[0]
-        bad = [f"argument {key}" for key, x in given.items() if not _is_finite(x)]
-        scope = Scope((State,), observer=_Finite())
-        run_on_copy(model, scope, call)
-        check_missed(scope.observer.key, scope.sown)
+        bad = [f"argument {key}" for key, x in given.items() if not is_finite(x)]
+        observer = _Finite()
+        scope = Scope((State,), observer=observer)
+        backward = blamed(lambda: run_on_copy(model, scope, call))
+        check_missed(observer.key, scope.sown)
         made = [k.name for k, xs in scope.sown.items() if any(x.any() for x in xs)]
-        return [*bad, *dict.fromkeys(made)]
+        gradients = [f"{name} (gradient)".lstrip() for name in backward]
+        return [*bad, *dict.fromkeys(made), *gradients]
 
 
 _IN_A_TRACE: Final = """`{}` needs concrete values, because its names depend on them. \
@@ -96,6 +93,12 @@ def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
     NaN, the module that uses it is named. ([`es.nonfinite`][eqx_state.nonfinite] names
     the parameter.)
 
+    If `f` computes a gradient, the backward pass counts, too. A module is named with
+    `" (gradient)"`, as in `"dist (gradient)"`, if the gradient with respect to the
+    outputs of one of its calls is finite, but with respect to inputs or parameters is
+    not. The usual cause is a function without a derivative at one point, such as
+    `jnp.sqrt` at 0.
+
     **Arguments:**
 
     - `f`: a function whose model is its first argument, a module, a bound method, or a
@@ -106,11 +109,10 @@ def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
 
     A function of the same arguments that returns a list of names, in the order in which
     the calls are traced. The root is `""`. Arguments besides the model that are not
-    finite come first, by position: `"argument 1"`. New state is discarded, and the
-    caller's model does not change. The function checks the calls that
-    `es.capture(outputs=...)` can capture, also under plain `jax.vmap`, `es.scan` and
-    `es.jit`, and in the forward pass of `es.value_and_grad`. (For a NaN in the backward
-    pass, use `es.nonfinite(grads)`.)
+    finite come first, by position: `"argument 1"`. Names of the backward pass come
+    last, in its own order. New state is discarded, and the caller's model does not
+    change. The function checks the calls that `es.capture(outputs=...)` can capture,
+    also under plain `jax.vmap`, `es.scan` and `es.jit`.
 
     **Raises:**
 
@@ -129,11 +131,18 @@ def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
         import equinox as eqx
         import eqx_state as es
         import jax.numpy as jnp
+        import jax.random as jr
 
         model = eqx.nn.Sequential([eqx.nn.Lambda(jnp.log), eqx.nn.Lambda(jnp.sin)])
         xs = jnp.array([[1.0], [0.0]])
         assert es.find_nonfinite(es.vmap(model))(xs) == ["layers[0]"]  # log(0)
         assert es.find_nonfinite(es.vmap(model))(xs + 1) == []
+
+        linear = eqx.nn.Linear(1, 2, use_bias=False, key=jr.key(0))
+        model = eqx.nn.Sequential([linear, eqx.nn.Lambda(jnp.linalg.norm)])
+        step = es.value_and_grad(lambda model, x: model(x))
+        found = es.find_nonfinite(step)(model, jnp.zeros(1))
+        assert found == ["layers[1] (gradient)"]
         ```
     """
     return wrap(_FindNonfinite, f)

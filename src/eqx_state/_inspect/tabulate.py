@@ -168,7 +168,7 @@ class _Table(Observer):
 
     def called(self, scope: Any, tag: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
         out = call(*args, **kw)
-        self.note(tag, call, args, kw, out)
+        self.note(tag, args[0], args[1:], kw, out)
         return out
 
     def note(self, name: Any, call: Any, args: Any, kwargs: Any, out: Any) -> None:

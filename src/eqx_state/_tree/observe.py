@@ -53,6 +53,8 @@ class Observer(abc.ABC):
     def called(self, scope: Any, tag: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
         """Return the output of `call(*args, **kw)`, or a replacement.
 
+        The module is the first argument: a call of a copy of it calls that copy.
+
         `scope` is the observer's innermost scope, that of the active transform. To get
         a value out of the trace, the observer has to sow it there.
         """
@@ -157,14 +159,17 @@ def _new_observed_class(cls: Any) -> Any:
         # In `type(layer).__call__(other, x)`, only `layer` may be observed.
         if not isinstance(self, observed):
             return cls.__call__(self, *args, **kwargs)
-        base: Any = super(observed, self)
-        call = base.__call__
+        call = inherited
         observing = OBSERVING.get()
         for key, tag in tags_of(self).items():
             if key in observing:
                 scope = observing[key]
                 call = ft.partial(scope.observer.called, scope, tag, call)
-        return call(*args, **kwargs)
+        return call(self, *args, **kwargs)
+
+    def inherited(self: Any, *args: Any, **kwargs: Any) -> Any:
+        base: Any = super(observed, self)
+        return base.__call__(*args, **kwargs)
 
     # `es.nn.Stacked` inspects the signature: does the layer take a key?
     ft.update_wrapper(__call__, cls.__call__, updated=())
