@@ -39,22 +39,20 @@ class Net(es.Module):
 
 
 CALLED = """\
-┏━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━┓
-┃ path   ┃ module             ┃ inputs ┃ outputs ┃ Parameter        ┃ State        ┃ BatchStat    ┃
-┡━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━┩
-│        │ Net                │ f32[2] │ f32[3]  │                  │ calls: i32[] │              │
-│        │                    │        │         │                  │ 1 (4 B)      │              │
-├────────┼────────────────────┼────────┼─────────┼──────────────────┼──────────────┼──────────────┤
-│ linear │ Linear             │ f32[2] │ f32[3]  │ weight: f32[3,2] │              │              │
-│        │                    │        │         │ bias: f32[3]     │              │              │
-│        │                    │        │         │ 9 (36 B)         │              │              │
-├────────┼────────────────────┼────────┼─────────┼──────────────────┼──────────────┼──────────────┤
-│ norm   │ BatchNorm (frozen) │ f32[3] │ f32[3]  │ weight: f32[3]   │              │ mean: f32[3] │
-│        │                    │        │         │ bias: f32[3]     │              │ var: f32[3]  │
-│        │                    │        │         │ 6 (24 B)         │              │ 6 (24 B)     │
-├────────┼────────────────────┼────────┼─────────┼──────────────────┼──────────────┼──────────────┤
-│ Total  │                    │        │         │ 15 (60 B)        │ 1 (4 B)      │ 6 (24 B)     │
-└────────┴────────────────────┴────────┴─────────┴──────────────────┴──────────────┴──────────────┘
+path    module              inputs  outputs  Parameter         State         BatchStat
+──────────────────────────────────────────────────────────────────────────────────────────
+        Net                 f32[2]  f32[3]                     calls: i32[]
+                                                               1 (4 B)
+──────────────────────────────────────────────────────────────────────────────────────────
+linear  Linear              f32[2]  f32[3]   weight: f32[3,2]
+                                             bias: f32[3]
+                                             9 (36 B)
+──────────────────────────────────────────────────────────────────────────────────────────
+norm    BatchNorm (frozen)  f32[3]  f32[3]   weight: f32[3]                  mean: f32[3]
+                                             bias: f32[3]                    var: f32[3]
+                                             6 (24 B)                        6 (24 B)
+──────────────────────────────────────────────────────────────────────────────────────────
+Total                                        15 (60 B)         1 (4 B)       6 (24 B)
 Total: 22 (88 B)
 Trainable: 9 (36 B)
 """  # noqa: E501
@@ -90,12 +88,11 @@ def test_nothing_is_cut_or_colored(monkeypatch):
     assert "a" * 300 in table
     assert "[red]b[/]" in table
     assert "\x1b" not in table
-    assert len({len(line) for line in table.splitlines()[:-2]}) == 1
 
     for width in (20, 80):
         monkeypatch.setenv("COLUMNS", str(width))
         lines = es.tabulate(long).splitlines()[:-2]
-        paths = "".join(line.split(" ")[0] for line in lines)
+        paths = "".join(line.split(" ")[0] for line in lines if line[0] != "─")
         assert "a" * 300 in paths
         assert "[red]b[/]" in paths
         assert max(map(len, lines)) <= width
@@ -146,7 +143,7 @@ def test_large_sizes_are_readable():
     assert "(4,000.0 TB)" in es.tabulate(jax.ShapeDtypeStruct((10**15,), jnp.float32))
 
 
-# --- A terminal that is too narrow for the columns of all kinds -----------------------
+# --- A terminal that is too narrow ---------------------------------------------------
 
 
 class Center(es.Module):
@@ -163,125 +160,49 @@ class Tour(es.Module):
     hidden: eqx.nn.Linear
     center: Center
     dropout: es.nn.Dropout
-    act: eqx.nn.Lambda
     head: eqx.nn.Linear
-
-    def __call__(self, x):
-        return self.head(self.dropout(self.act(self.center(self.hidden(x)))))
-
-
-def tour() -> Tour:
-    center = Center(jnp.ones(16), jnp.zeros(16))
-    dropout = es.nn.Dropout(0.1, key=jr.key(0))
-    act = eqx.nn.Lambda(jax.nn.relu)
-    return Tour(linear(4, 16), center, dropout, act, linear(16, 1))
 
 
 TOUR = """\
-path     module   array              kind       bytes
-──────────────────────────────────────────────────────
-hidden   Linear   weight: f32[16,4]  Parameter  256 B
-                  bias: f32[16]      Parameter  64 B
-center   Center   gain: f32[16]      Parameter  64 B
-                  mean: f32[16]      BatchStat  64 B
-                  steps: i32[]       State      4 B
-dropout  Dropout  rng: key<fry>[]    Rng        8 B
-head     Linear   weight: f32[1,16]  Parameter  64 B
-                  bias: f32[1]       Parameter  4 B
-──────────────────────────────────────────────────────
-Total             size: 113          Parameter  452 B
-                  size: 16           BatchStat  64 B
-                  size: 1            State      4 B
-                  size: 1            Rng        8 B
+path     module   Parameter        BatchStat      State         Rng
+────────────────────────────────────────────────────────────────────────────────
+         Tour
+────────────────────────────────────────────────────────────────────────────────
+hidden   Linear   weight:
+                  f32[16,4]
+                  bias: f32[16]
+                  80 (320 B)
+────────────────────────────────────────────────────────────────────────────────
+center   Center   gain: f32[16]    mean: f32[16]  steps: i32[]
+                  16 (64 B)        16 (64 B)      1 (4 B)
+────────────────────────────────────────────────────────────────────────────────
+dropout  Dropout                                                rng: key<fry>[]
+                                                                1 (8 B)
+────────────────────────────────────────────────────────────────────────────────
+head     Linear   weight:
+                  f32[1,16]
+                  bias: f32[1]
+                  17 (68 B)
+────────────────────────────────────────────────────────────────────────────────
+Total             113 (452 B)      16 (64 B)      1 (4 B)       1 (8 B)
 Total: 131 (528 B)
 Trainable: 113 (452 B)
 """
 
 
-def test_a_table_that_does_not_fit_has_a_row_for_each_array(monkeypatch):
-    wide = es.tabulate(tour())
-    width = wide.index("\n")
+def test_a_table_that_does_not_fit_has_broken_lines(monkeypatch):
+    center = Center(jnp.ones(16), jnp.zeros(16))
+    dropout = es.nn.Dropout(0.1, key=jr.key(0))
+    tour = Tour(linear(4, 16), center, dropout, linear(16, 1))
+    wide = es.tabulate(tour)
+    width = max(map(len, wide.splitlines()))
     monkeypatch.setenv("COLUMNS", str(width))
-    assert es.tabulate(tour()) == wide
-    monkeypatch.setenv("COLUMNS", str(width - 1))
-    assert es.tabulate(tour()) == TOUR
+    assert es.tabulate(tour) == wide
+    monkeypatch.setenv("COLUMNS", "80")
+    assert es.tabulate(tour) == TOUR
     monkeypatch.delenv("COLUMNS")
     monkeypatch.setattr("sys.__stdout__", None)  # no terminal
-    assert es.tabulate(tour()) == TOUR
-    assert es.tabulate(linear()).startswith("┏")  # fits 80 columns
-
-
-CNN = """\
-[0].layers[4]  Linear     weight: f32[10,968]   Parameter  38.7 KB
-                          bias: f32[10]         Parameter  40 B
-[1]            Optimizer  size: 19,573          OptState   78.3 KB
-[2]            Ema        size: 9,813           Buffer     39.3 KB
-───────────────────────────────────────────────────────────────────
-Total                     size: 9,786           Parameter  39.1 KB
-                          size: 24              BatchStat  96 B
-                          size: 19,573          OptState   78.3 KB
-                          size: 9,813           Buffer     39.3 KB
-"""
-
-
-def test_an_optimizer_and_an_average_are_one_row_each(monkeypatch):
-    layers = [
-        eqx.nn.Conv2d(1, 8, 3, key=jr.key(0)),
-        es.nn.BatchNorm(8, axis_name="batch"),
-        eqx.nn.MaxPool2d(2),
-        eqx.nn.Lambda(jnp.ravel),
-        linear(968, 10),
-    ]
-    cnn = eqx.nn.Sequential(layers)
-    adam = es.Optimizer(optax.adam(1e-3)).init(cnn)
-    monkeypatch.setenv("COLUMNS", "80")
-    assert CNN in es.tabulate((cnn, adam, es.Ema(0.9).init(cnn)))
-
-    # `depth` asks for inner modules, and for modules without arrays.
-    monkeypatch.setenv("COLUMNS", "70")
-    rows = es.tabulate((cnn, adam), depth=1).splitlines()
-    assert rows[2].split() == ["tuple"]
-    assert rows[3].split()[:4] == ["[0]", "Sequential", "size:", "9,786"]
-    everything = es.tabulate((cnn, adam), depth=9).splitlines()
-    assert ["[0].layers[3]", "Lambda"] in [row.split() for row in everything]
-    assert any(row.startswith("[1].opt_state[0]") for row in everything)
-
-
-LONG = """\
-['a_name_longer_th  Linear  weight: f32[3,2]  Parameter  24 B
-an_the_row']                bias: f32[3]      Parameter  12 B
-['encoder']         Linear  weight: f32[3,2]  Parameter  24 B
-['attention']               bias: f32[3]      Parameter  12 B
-['query']
-"""
-
-
-def test_long_paths_are_broken_between_steps(monkeypatch):
-    query = {"attention": {"query": linear()}}
-    monkeypatch.setenv("COLUMNS", "63")
-    model = {"encoder": query, "a_name_longer_than_the_row": linear()}
-    assert LONG in es.tabulate(model)
-
-
-CALLS = """\
-         Tour (eval)
-         f32[4]
-         -> f32[1]
-hidden   Linear          weight: f32[16,4]  Parameter  256 B
-         f32[4]          bias: f32[16]      Parameter  64 B
-         -> f32[16]
-"""
-
-
-def test_calls_and_costs_are_below_the_class(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    net, x = tour().eval(), jnp.ones(4)
-    assert CALLS in es.tabulate(net, x)
-    rows = [line.split() for line in es.tabulate(net, x, cost=True).splitlines()]
-    at = rows.index(["->", "f32[1]"])
-    assert [row[1] for row in rows[at + 1 : at + 3]] == ["FLOPs", "B"]
-    assert ["Total", *rows[at + 1]] in [row[:3] for row in rows]
-    assert [row[-1] for row in rows if row[-2:-1] == ["B,"]][0] == "56.6%"
+    assert es.tabulate(tour) == TOUR
 
 
 # --- Sizes ----------------------------------------------------------------------------

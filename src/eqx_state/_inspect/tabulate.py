@@ -1,8 +1,7 @@
-"""`es.tabulate`: a model as a table, with a column per kind or a row per array."""
+"""`es.tabulate`: a model as a table: a row for each module, a column for each kind."""
 
 import dataclasses
 import io
-import itertools
 import math
 import re
 import shutil
@@ -28,7 +27,6 @@ from .._tree.filters import bind, trainable
 from .._tree.modes import eval
 from .._tree.observe import Observer, ProgramKey
 from .._tree.parts import parts
-from .._tree.rules import AbstractPerParameter
 from .._tree.walk import is_array, name_of, Visit, walk
 from .._typing import KeyPath, PyTree
 
@@ -39,17 +37,11 @@ def tabulate(
 ) -> str:
     """A table of the modules in a tree, and of their arrays with kinds and sizes.
 
-    If the terminal is wide enough, there is a row for each module and a column for each
-    kind. A cell lists the arrays of the module itself, without those of inner modules:
-    names, dtypes and shapes, then the numbers of elements and bytes. Arrays without a
-    kind have their own column.
+    There is a row for each module and a column for each kind. A cell lists the arrays
+    of the module itself, without those of inner modules: names, dtypes and shapes, then
+    the numbers of elements and bytes. Arrays without a kind have their own column.
 
-    Otherwise, or without a terminal in more than 80 columns, there is a row for each
-    array, with its kind and bytes; inputs, outputs and costs are below the class. An
-    `es.Optimizer` or `es.Ema` then has one row for all its arrays, and a module without
-    arrays has none. Pass `depth` to show them.
-
-    The last row or rows have the totals of each kind. Below the table are the totals of
+    The last row has the totals of each kind. Below the table are the totals of
     all arrays, and of those that `es.trainable` selects.
 
     **Arguments:**
@@ -77,8 +69,9 @@ def tabulate(
 
     **Returns:**
 
-    Plain text. Use `print`. The environment variable `COLUMNS` overrides the width of
-    the terminal.
+    Plain text. Use `print`. If the table does not fit the terminal, or 80 columns
+    without one, the lines of its cells are broken. The environment variable `COLUMNS`
+    overrides the width of the terminal.
 
     **Raises:**
 
@@ -127,14 +120,9 @@ def tabulate(
     kinds = sorted(kinds, key=lambda kind: (kind is None, kind is not Parameter))
     totals = {kind: [p.value for p in arrays if p.kind is kind] for kind in kinds}
     whole = sum(x.size for x in totals.get(Parameter, ())) if cost else 0
-    table = _wide(rows, totals, calls, whole)
-    if table.index("\n") > (width := shutil.get_terminal_size().columns):
-        if depth is None:
-            rows = [r for r in _rows(tree, None, True) if r.entries or r.name in calls]
-        table = _narrow(rows, totals, calls, whole, width)
     is_trainable = bind(trainable, tree)
     return (
-        f"{table}"
+        f"{_table(rows, totals, calls, whole)}"
         f"Total: {_size(p.value for p in arrays)}\n"
         f"Trainable: {_size(p.value for p in arrays if is_trainable(p))}\n"
     )
@@ -256,7 +244,6 @@ class _Row:
     path: KeyPath
     module: str
     level: int
-    is_sum: bool  # counts all arrays below, without names or rows
     entries: list[_Entry] = dataclasses.field(default_factory=list)
 
     @property
@@ -264,17 +251,9 @@ class _Row:
         return name_of(self.path)
 
 
-def _rows(tree: PyTree, depth: int | None, folds: bool = False) -> list[_Row]:
-    """The rows of all modules.
-
-    With `folds`, an optimizer or an average, which repeats the modules of the model, is
-    a single row.
-    """
-
-    def is_sum(node: Any) -> bool:
-        return folds and isinstance(node, AbstractPerParameter)
-
-    root = _Row((), _class(tree, is_frozen=False), 0, is_sum(tree))
+def _rows(tree: PyTree, depth: int | None) -> list[_Row]:
+    """The rows of all modules."""
+    root = _Row((), _class(tree, is_frozen=False), 0)
     rows = [root]
     # Maps the path of a module to its row, or to the row of the nearest outer module.
     row_at = {(): root}
@@ -285,14 +264,13 @@ def _rows(tree: PyTree, depth: int | None, folds: bool = False) -> list[_Row]:
         if not visit.is_leaf:
             if not visit.path or _is_index(visit):
                 continue
-            if row.level != depth and not row.is_sum:
+            if row.level != depth:
                 module = _class(visit.node, visit.context.frozen)
-                row = _Row(visit.path, module, row.level + 1, is_sum(visit.node))
+                row = _Row(visit.path, module, row.level + 1)
                 rows.append(row)
             row_at[visit.path] = row
         elif is_array(visit.node) or isinstance(visit.node, Initializer):
-            is_own = nearest == row.path and not row.is_sum
-            line = _line(visit, row.path) if is_own else ""
+            line = _line(visit, row.path) if nearest == row.path else ""
             row.entries.append(_Entry(kind_at(visit), line, visit.node))
     return rows
 
@@ -323,23 +301,21 @@ def _class(node: Any, is_frozen: bool) -> str:
 
 # --- Tables ---------------------------------------------------------------------------
 
-# The arrays of each kind; and those of each line, which is empty if they are counted.
+# The arrays of each kind.
 _Totals = dict[Kind | None, list[Any]]
-_Lines = dict[tuple[Kind | None, str], list[Any]]
 
 
-def _wide(rows: list[_Row], totals: _Totals, calls: _Calls, whole: int) -> str:
-    """A row for each module, and a column for each kind."""
+def _table(rows: list[_Row], totals: _Totals, calls: _Calls, whole: int) -> str:
     call = calls.get(None, ())
     named = ["inputs", "outputs", "FLOPs", "bytes accessed"][: len(call)]
-    groups = []
+    lines = [["path", "module", *named, *map(_kind, totals)]]
     for row in rows:
         cells = [_cell(row, kind, whole * (kind is Parameter)) for kind in totals]
         shapes = calls.get(row.name, [""] * len(call))
-        groups.append([[row.name, row.module, *shapes, *cells]])
+        lines.append([row.name, row.module, *shapes, *cells])
     sums = map(_size, totals.values())
-    groups.append([["Total", "", *["", ""][: len(call)], *call[2:], *sums]])
-    return _render(["path", "module", *named, *map(_kind, totals)], groups, 0)
+    lines.append(["Total", "", *["", ""][: len(call)], *call[2:], *sums])
+    return _render(*lines)
 
 
 def _cell(row: _Row, kind: Kind | None, whole: int) -> str:
@@ -349,62 +325,11 @@ def _cell(row: _Row, kind: Kind | None, whole: int) -> str:
     return "\n".join(lines + ([_size(arrays, whole)] if arrays else []))
 
 
-def _narrow(
-    rows: list[_Row], totals: _Totals, calls: _Calls, whole: int, width: int
-) -> str:
-    """A row for each array. The class and the call of its module are beside them."""
-    blocks = [[[header] for header in ("path", "module", "array", "kind", "bytes")]]
-    for row in rows:
-        lines: _Lines = {}
-        for kind, line, node in row.entries:
-            found = lines.setdefault((kind, line), [])
-            found += [node] if is_array(node) else []
-        module = [row.module]
-        if row.name in calls:
-            inputs, outputs, *costs = calls[row.name]
-            module += [*f"{inputs}\n-> {outputs}".splitlines(), *_costs(costs)]
-        blocks.append(_block(row.name, module, lines, whole))
-    costs = _costs(calls.get(None, ())[2:])
-    lines = {(kind, ""): arrays for kind, arrays in totals.items()}
-    blocks.append(_block("Total", costs, lines))
-
-    # Break long paths before a step. Rich would break them anywhere.
-    widths = (max(map(len, itertools.chain(*x))) for x in zip(*blocks, strict=True))
-    room = max(width - 1 - sum(2 + n for n in list(widths)[1:]), 16)
-    for block in blocks:
-        block[0] = re.findall(rf".{{1,{room}}}(?![^.[])|.{{1,{room}}}", block[0][0])
-    groups = [[*itertools.zip_longest(*block, fillvalue="")] for block in blocks]
-    (headers,), *body, last = groups
-    return _render(headers, [[*itertools.chain(*body)], last], width)
-
-
-def _block(
-    path: str, module: list[str], lines: _Lines, whole: int = 0
-) -> list[list[str]]:
-    """The columns of a module: a list of lines for each."""
-    block: list[list[str]] = [[path], module, [], [], []]
-    for (kind, line), arrays in lines.items():
-        count, size, share = _sums(arrays, whole * (kind is Parameter))
-        block[2].append(line or f"size: {count}")
-        block[3].append(_kind(kind))
-        block[4].append(size + share)
-    return block
-
-
-def _costs(costs: Iterable[str]) -> list[str]:
-    return [" ".join(x) for x in zip(costs, ("FLOPs", "accessed"), strict=False)]
-
-
 def _kind(kind: Kind | None) -> str:
     return "no kind" if kind is None else kind.__name__
 
 
 def _size(arrays: Iterable[Any], whole: int = 0) -> str:
-    count, size, share = _sums(arrays, whole)
-    return f"{count} ({size}){share}"
-
-
-def _sums(arrays: Iterable[Any], whole: int) -> tuple[str, str, str]:
     """The numbers of elements and bytes; for a typed key, the bytes of its data.
 
     If `whole` is not 0, also their share of this number of elements.
@@ -413,7 +338,8 @@ def _sums(arrays: Iterable[Any], whole: int) -> tuple[str, str, str]:
     for x in arrays:
         count += math.prod(x.shape)
         size += math.prod(x.shape) * x.dtype.itemsize
-    return f"{count:,}", _bytes(size), f", {count / whole:.1%}" if whole else ""
+    share = f", {count / whole:.1%}" if whole else ""
+    return f"{count:,} ({_bytes(size)}){share}"
 
 
 def _bytes(size: int) -> str:
@@ -423,27 +349,23 @@ def _bytes(size: int) -> str:
     return f"{size / 1000**power:,.1f} {' KMGT'[power]}B"
 
 
-def _render(headers: Iterable[str], groups: list[list[Any]], width: int) -> str:
-    """Plain text, with lines between groups of rows.
-
-    If `width` is 0, there is no limit, and there are lines between columns, too.
-    """
+def _render(headers: list[str], *rows: list[str]) -> str:
+    """Plain text that fits the terminal, with a line between any two rows."""
     # Import rich only when needed: it would be a fifth of the import time of eqx_state.
     from rich.box import HORIZONTALS
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table()
-    if width:
-        table = Table(box=HORIZONTALS, show_edge=False, padding=(0, 1, 0, 0))
+    table = Table(
+        box=HORIZONTALS, show_edge=False, show_lines=True, padding=(0, 1, 0, 0)
+    )
     for header in headers:
         table.add_column(header, overflow="fold")  # nothing is cut
-    for group in groups:
-        for row in group:
-            table.add_row(*map(Text, row))  # not `str`: `[0]` would be markup
-        table.add_section()
+    for row in rows:
+        table.add_row(*map(Text, row))  # not `str`: `[0]` would be markup
     out = io.StringIO()
     plain = dict.fromkeys(("force_terminal", "force_jupyter", "legacy_windows"), False)
-    Console(file=out, width=width or 10**6, color_system=None, **plain).print(table)
+    width = shutil.get_terminal_size().columns
+    Console(file=out, width=width, color_system=None, **plain).print(table)
     return re.sub(" +$", "", out.getvalue(), flags=re.MULTILINE)
