@@ -106,29 +106,36 @@ INIT_DONE: Final = "_eqx_state_module_init_done"
 FROZEN_PATHS: Final = "_eqx_state_frozen_paths"
 
 
+def _inference_node(training: bool) -> list[Any]:
+    """The value of the field `INFERENCE`: as true as Equinox's flag, without leaves.
+
+    A list, because `is_leaf=lambda x: isinstance(x, tuple)`, with which users unzip a
+    tree, would stop at a tuple; and JAX flattens a list faster than a class of ours.
+    """
+    return [] if training else [[]]
+
+
 class _Training:
     """Sets the flag `training`, and lets `eqx.nn.inference_mode` set it, too.
 
     That function replaces nodes of the pytree by bools, but a static flag is not a
-    node. Each module therefore has a node without leaves that `inference_mode` can
-    replace: `[]` in train mode, `[[]]` in eval mode. Equinox unflattens static fields
-    last, so the bool is in `__dict__` when `__set__` sets the flag. Reads find the flag
-    in `__dict__`, because this class has no `__get__`.
+    node. Each module therefore has an `_inference_node`, too, which says the same as
+    the flag. Equinox unflattens static fields last, so the bool is in `__dict__` when
+    `__set__` sets the flag. Reads find the flag in `__dict__`, because this class has
+    no `__get__`.
     """
 
     def __set__(self, module: eqx.Module, training: bool) -> None:
-        # This runs whenever a module is unflattened, hence the early return.
         fields = fields_of(module)
         fields["training"] = training
-        node = fields.setdefault(INFERENCE, [])
+        node = fields.get(INFERENCE)
         if type(node) is list and bool(node) is not training:
-            return
-        if is_flag := isinstance(node, (int, np.bool_)):  # a bool is an integer
+            return  # they agree, as after most unflattenings
+        if isinstance(node, (int, np.bool_)):  # of `inference_mode`; a bool is an int
             fields["training"] = training = not node
-        # Any other value is a sentinel that replaces the node, as in a `jax.tree.map`:
-        # do not change it.
-        if is_flag or type(node) is list:
-            fields[INFERENCE] = [] if training else [[]]
+        elif type(node) is not list:
+            return  # a sentinel that replaces the node, as in a `jax.tree.map`
+        fields[INFERENCE] = _inference_node(training)
 
 
 class BaseModule(CanBeUnbuilt, metaclass=_ModuleMeta):
@@ -169,6 +176,7 @@ class BaseModule(CanBeUnbuilt, metaclass=_ModuleMeta):
         self = super().__new__(cls)
         # A dataclass does not store `init=False` defaults on the instance, so the
         # treedef of a new module would differ from that of an unflattened one.
+        object.__setattr__(self, INFERENCE, _inference_node(True))
         object.__setattr__(self, "training", True)
         object.__setattr__(self, "frozen", False)
         object.__setattr__(self, INIT_DONE, False)
