@@ -95,6 +95,15 @@ class Fields(dict[str, Any]):
         return dict, (dict(self),)
 
 
+class OnlyInScope:
+    """A class that modules have only inside a scope, in the place of their own."""
+
+    __slots__ = ()  # otherwise Python would not let `__class__` change
+
+    def _eqx_state_leave(self) -> None:
+        """Give the module, in place, the class that it has outside."""
+
+
 class Placeholder:
     """A leaf of a lazy model that `init` replaces by a value."""
 

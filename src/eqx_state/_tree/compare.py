@@ -17,13 +17,13 @@ from .base import (
     INIT_DONE,
     is_eqx_module,
     is_module,
+    OnlyInScope,
 )
 from .context import children
-from .observe import untagged
-from .shared import unscoped
 from .walk import (
     check_no_cycle,
     copy_tree,
+    flatten,
     is_array,
     leaves,
     name_of,
@@ -60,7 +60,11 @@ def structure_with_holes(tree: PyTree) -> Any:
 
 def same_modes(tree: Tree) -> Tree:
     """A copy in one fixed mode, as it is outside of scopes, to compare structures."""
-    return set_flags(copy_tree(unscoped(untagged(tree))), _without_modes)
+    tree = copy_tree(tree)
+    for module in flatten(tree)[2]:
+        if isinstance(module, OnlyInScope):
+            module._eqx_state_leave()
+    return set_flags(tree, _without_modes)
 
 
 def _without_modes(visit: Visit) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import equinox as eqx
 
 from .._compat import MISSING
 from .._typing import PyTree, Tree
+from .base import OnlyInScope
 from .unbuilt import fields_of
 from .walk import copy_tree, walk
 
@@ -95,8 +96,8 @@ def tag(module: Any, name: str, observer: Observer) -> None:
         _set_tags(module, tags)
 
 
-def untagged(tree: Tree, key: Hashable = None) -> Tree:
-    """`tree` without the tags of the observer with this key; by default, of all.
+def untagged(tree: Tree, key: Hashable) -> Tree:
+    """`tree` without the tags of the observer with this key.
 
     If there are such tags, the result is a copy.
     """
@@ -105,14 +106,13 @@ def untagged(tree: Tree, key: Hashable = None) -> Tree:
         nodes = [visit.node for visit in walk(tree) if not visit.is_leaf]
         # A module that the call has made by `dataclasses.replace` has no tags.
         observed = [x for x in nodes if isinstance(x, _Quiet)]
-        return [x for x in observed if key is None or key in (tags_of(x) or (key,))]
+        return [x for x in observed if key in (tags_of(x) or (key,))]
 
     if not tagged(tree):
         return tree
     tree = copy_tree(tree)
     for node in tagged(tree):
-        others = {k: x for k, x in tags_of(node).items() if k != key}
-        _set_tags(node, {} if key is None else others)
+        _set_tags(node, {k: x for k, x in tags_of(node).items() if k != key})
     return tree
 
 
@@ -130,13 +130,16 @@ def _set_tags(module: Any, tags: dict[Hashable, Any]) -> None:
     object.__setattr__(module, "__class__", cls)
 
 
-class _Quiet:
+class _Quiet(OnlyInScope):
     """Skips the user's `__init_subclass__`, which may add the class to a registry."""
 
     __slots__ = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
+
+    def _eqx_state_leave(self) -> None:
+        _set_tags(self, {})
 
 
 # Not a leak: JAX's registry keeps every pytree class alive anyway.

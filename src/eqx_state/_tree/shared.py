@@ -14,10 +14,11 @@ import jax.tree_util as jtu
 
 from .._compat import shared_node
 from .._typing import Tree
+from .base import OnlyInScope
 from .walk import copy_tree, flatten
 
 
-class ScopedShared(eqx.nn.Shared):
+class ScopedShared(eqx.nn.Shared, OnlyInScope):
     """An `eqx.nn.Shared` in a scope.
 
     Its call rebuilds only the containers and modules that lead to a hole. A tied module
@@ -40,6 +41,9 @@ class ScopedShared(eqx.nn.Shared):
         node_of = {id(hole): node for hole, node in zip(holes, nodes, strict=True)}
         return jtu.tree_map(lambda x: node_of.get(id(x), x), tree, is_leaf=_is_whole)
 
+    def _eqx_state_leave(self) -> None:
+        object.__setattr__(self, "__class__", eqx.nn.Shared)
+
 
 def _is_hole(x: Any) -> bool:
     return isinstance(x, shared_node())
@@ -55,7 +59,7 @@ def unscoped(tree: Tree) -> Tree:
         return tree
     tree = copy_tree(tree)
     for node in filter(_is_scoped, flatten(tree)[2]):
-        object.__setattr__(node, "__class__", eqx.nn.Shared)
+        node._eqx_state_leave()
     return tree
 
 
