@@ -6,8 +6,6 @@ import re
 import struct
 import sys
 import types
-from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import hypothesis as hp
@@ -297,55 +295,14 @@ def test_selected_arrays_must_be_in_the_file(path):
         es.load(path, model, es.BatchStat)
 
 
-class Both(es.Module):
-    a: Any
-    b: Any
-
-
-def test_a_part_of_the_tree_that_was_saved(path):
-    """The message contains the code that loads it."""
+def test_the_message_has_the_code_that_loads_a_part(path):
     model = eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))
-    optimizer = es.Optimizer(optax.adam(0.1)).init(model)
+    es.save(path, {"model": model, "step": jnp.array(1)})
     zeros = es.map(jnp.zeros_like, model, on=es.Parameter)
-
-    def code(load, like):
-        with pytest.raises(ValueError, match=r"below `.*`. Write `.*`\.$") as info:
-            load(like)
-        found = str(info.value).split("`")[-2]
-        scope = {"es": es, "path": path, "d": d, "model": like, "optimizer": like}
-        loaded = eval(found, scope)
-        assert eqx.tree_equal(loaded, optimizer if like is optimizer else model)
-        return found
-
-    def load(like, *filters):
-        return es.load(path, like, *filters)
-
-    both = {"model": model, "optimizer": optimizer}
-    es.save(path, both)
-    d = es.state_dict(both)
-    expected = 'es.load(path, {"model": model}, strict=False)["model"]'
-    assert code(load, zeros) == expected
-    assert code(lambda like: load(like, es.Parameter), zeros) == expected
-    with pytest.raises(ValueError, match=re.escape(f"saved dict: `{expected}`")):
-        load({"model": zeros})
-    assert code(lambda like: es.load_state_dict(like, d), zeros)
-    assert code(load, optimizer)
-    es.save(path, (model, optimizer))
-    assert code(load, zeros)
-    assert code(load, optimizer)
-    es.save(path, Both(model, optimizer))
-    with rejects(zeros, ValueError, "exist below `a`. `like` must be a tree like"):
-        load(zeros)
-
-
-def test_loading_a_tree_of_which_only_a_part_was_saved(path):
-    model = eqx.nn.Linear(2, 2, key=jr.key(0))
-    es.save(path, model)
-    trees = {"['model']": {"model": model, "step": jnp.array(1)}, ".a": Both(model, 1)}
-    for part, tree in trees.items():
-        text = f"lack `{part.strip('.')}`. Write `es.load(path, tree{part})`."
-        with rejects(tree, ValueError, re.escape(text)):
-            es.load(path, tree)
+    with pytest.raises(ValueError, match="saved dict: `") as info:
+        es.load(path, zeros)
+    code = re.search(r"saved dict: `([^`]*)`", str(info.value))[1]
+    assert eqx.tree_equal(eval(code, {"es": es, "path": path, "model": zeros}), model)
 
 
 def test_a_model_before_init(path):
@@ -365,10 +322,8 @@ def test_safetensors_is_not_installed(path, monkeypatch):
     for use in (lambda: es.save(path, Net(0)), lambda: es.load(path, Net(0))):
         with pytest.raises(ImportError, match="safetensors.*the extra `io`") as info:
             use()
-    command = re.search("`(python -m pip install [^`]*)`", str(info.value))[1]
-    root = Path(__file__).parents[2]
-    for page in ("README.md", "docs/index.md"):
-        assert command in (root / page).read_text()
+    # From a clone or from a wheel.
+    assert '`python -m pip install "safetensors>=0.8"`' in str(info.value)
 
 
 # --- Metadata -------------------------------------------------------------------------

@@ -220,10 +220,10 @@ def load(
         unexpected = [] if filters else values.keys() - named.keys()
         if not strict and (values.keys() & wanted.keys() or not wanted):
             wanted, values, unexpected = *in_common(wanted, values), []
-        what, call = f"`es.load`: the file `{path}`", "es.load(path, {}{})"
+        what = f"`es.load`: the file `{path}`"
         is_before_init = any(model is None for model in recorded_models(like))
         advice = _BEFORE_INIT if is_before_init else _ADVICE
-        return restore(like, wanted, values, what, call, advice, unexpected, cast=cast)
+        return restore(like, wanted, values, what, advice, unexpected, cast=cast)
 
 
 def _as_path(path: Any, call: str) -> str:

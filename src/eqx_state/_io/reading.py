@@ -90,8 +90,8 @@ def import_safetensors() -> Any:
         import safetensors.numpy
     except ImportError as e:
         raise ImportError(
-            "`es.save` and `es.load` need safetensors, which is not installed:"
-            ' `python -m pip install "safetensors>=0.8"`.'
+            "`es.save` and `es.load` need safetensors, the extra `io` of eqx_state,"
+            ' which is not installed: `python -m pip install "safetensors>=0.8"`.'
         ) from e
     return safetensors
 

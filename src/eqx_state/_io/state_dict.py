@@ -5,7 +5,6 @@ error. `files` uses it, too.
 """
 
 import functools as ft
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
@@ -161,8 +160,8 @@ def load_state_dict(
     advice = _NOT_STRICT if strict else _NOT_ONE
     if not strict and (values or not wanted):
         wanted, values, unexpected = *in_common(wanted, values), set()
-    what, call = f"`{what}`: the dictionary", f"{what}({{}}, d{{}})"
-    return restore(tree, wanted, values, what, call, advice, unexpected, theirs)
+    what = f"`{what}`: the dictionary"
+    return restore(tree, wanted, values, what, advice, unexpected, theirs)
 
 
 def _looked_up(d: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any]:
@@ -305,7 +304,6 @@ def restore(
     wanted: Named,
     values: Mapping[str, Any],
     what: str,
-    call: str,
     advice: str,
     unexpected: Iterable[Any] = (),
     theirs: Mapping[str, str] | None = None,
@@ -314,10 +312,9 @@ def restore(
 ) -> Tree:
     """`tree` with the wanted values, or one error that lists all problems.
 
-    The error begins with `what`. If names differ, it ends with `advice`; if they differ
-    by a prefix, it ends with the `call` to write instead. `unexpected` names are
-    problems, too. `theirs` maps names in the tree to the names of the values, if they
-    differ. `cast` is that of `differences`.
+    The error begins with `what`. If names differ, it ends with `advice`. `unexpected`
+    names are problems, too. `theirs` maps names in the tree to the names of the values,
+    if they differ. `cast` is that of `differences`.
     """
 
     def label(name: str) -> str:
@@ -330,12 +327,7 @@ def restore(
     if not missing + more:
         advice = ""
     elif missing and {f"[{name!r}]" for name in missing} <= {*values}:
-        advice = _OF_A_STATE_DICT.format(call.format("es.state_dict(model)", ""))
-    elif prefix := _prefix(missing, {*more, *values}):
-        advice = _below(prefix, call, advice)
-    elif prefix := _prefix(more, {*missing}):
-        part = f"tree.{prefix}".replace("tree.[", "tree[")
-        advice = f"The names there lack `{prefix}`. Write `{call.format(part, '')}`."
+        advice = _OF_A_STATE_DICT
     fitted: dict[str, Any] = {}
     too_large: set[str] = set()  # found while arrays are read
     for name, (_, part) in wanted.items():
@@ -363,26 +355,9 @@ def restore(
     return loaded
 
 
-def _prefix(names: list[str], others: set[str]) -> str:
-    """The prefix that all names have in `others`, such as `['model']`; else `''`."""
-    found = {x.removesuffix(names[0]) for x in others if names and x.endswith(names[0])}
-    fits = [x for x in found if others >= {x + name for name in names}]
-    fits = sorted(x.rstrip(".") for x in fits if x[-1:] in (".", "]"))
-    return min(fits, key=len, default="")
-
-
 _OF_A_STATE_DICT: Final = """These are the names of `es.state_dict(model)`, which was \
 saved instead of the model. `es.save(path, model)` uses the same names. For this file: \
-`es.load_state_dict(model, {})`."""
-
-
-def _below(prefix: str, call: str, advice: str) -> str:
-    if re.fullmatch(r"\[('\w+'|\d+)\]", prefix):
-        key = prefix[1:-1].replace("'", '"')
-        tree = f"{{{key}: {'model' if key.isdigit() else key[1:-1]}}}"
-        advice = f"Write `{call.format(tree, ', strict=False')}[{key}]`."
-    return f"All missing names exist below `{prefix}`. {advice}"
-
+`es.load_state_dict(model, es.load(path, es.state_dict(model)))`."""
 
 _TOO_LARGE: Final = """Load large numbers into wider dtypes. Without \
 `jax_enable_x64`, JAX has neither int64 nor float64, but NumPy arrays in the tree may \

@@ -27,10 +27,9 @@ def as_key(seed_or_key: Any) -> Array:
     except TypeError:
         is_model = is_eqx_module(seed_or_key)
         given = type(seed_or_key).__name__ if is_model else show(seed_or_key)
-        order = " The model comes first: `es.reseed(model, 42)`." if is_model else ""
         raise TypeError(
             f"`{given}` is neither a PRNG key nor an integer seed. Pass"
-            f" `jax.random.key(42)`, or `42`.{order}"
+            " `jax.random.key(42)`, or `42`."
         ) from None
 
 

@@ -19,7 +19,6 @@ from .._state.lazy import check_initialized, Initializer, missing
 from .._state.module import Module
 from .._transforms.checkpoint import checkpoint as remat
 from .._transforms.loops import scan
-from .._tree.base import is_eqx_module
 from .._tree.compare import check_not_repeated, difference
 from .._tree.dtypes import is_readable
 from .._tree.keys import is_key, is_typed, key_at, num_key_axes
@@ -93,10 +92,6 @@ def _as_one(column: tuple[Any, ...]) -> Any:
 
 _A_CLASS: Final = """`es.nn.Stacked` was given the class `{0}`, and takes layers: \
 `es.nn.Stacked.make(lambda key: {0}(..., key=key), jax.random.split(key, n))`."""
-
-_NOT_A_FUNCTION: Final = """`es.nn.Stacked.make` called this `{0}` with one key, to \
-make a layer. Pass a function of a key: `es.nn.Stacked.make(lambda key: {0}(..., \
-key=key), jax.random.split(key, n))`."""
 
 _DIFFER: Final = """`es.nn.Stacked`: layers 0 and {} differ, {}. One program runs all \
 layers, so they may differ only in the values of their arrays. Put layers that must \
@@ -236,12 +231,7 @@ class Stacked(Module, Generic[_Layer]):
                 " `jax.random.split(key, n)`."
             )
         keys = keys if is_array(keys) else jnp.stack(keys)
-        try:
-            layers = eqx.filter_vmap(make_layer)(keys)
-        except Exception as error:
-            if is_eqx_module(make_layer):  # which may be a function that makes layers
-                error.add_note(_NOT_A_FUNCTION.format(type(make_layer).__name__))
-            raise
+        layers = eqx.filter_vmap(make_layer)(keys)
         if missing(layers) is not None:
             # The `vmap` does not map a placeholder, so create the layers one by one.
             # (Use indices: JAX cannot iterate over typed keys in a trace.)
