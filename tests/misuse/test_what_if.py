@@ -118,6 +118,11 @@ def _(net):
     assert eqx.tree_equal(eqx.nn.inference_mode(new, value=False), model)
 
 
+@program("switch the mode of an array: `es.eval(x)`")
+def _(net):
+    assert es.eval(XS) is XS
+
+
 @program("call `init` twice")
 def _(net):
     model = es.init([es.lazy(eqx.nn.Linear, 3, 1)], 0)
@@ -702,6 +707,42 @@ def _(net):
     net.parameters()
 
 
+@program('register an array: `self.register_buffer("table", x)`')
+def _(net):
+    class Torch(es.Module):
+        table: es.Buffer
+
+        def __init__(self):
+            self.register_buffer("table", XS)
+
+    Torch()
+
+
+@program("call `model.state_dict()`")
+def _(net):
+    net.state_dict()
+
+
+@program("tie weights in `__init__`: `self.head.weight = self.embedding.weight`")
+def _(net):
+    class Tied(es.Module):
+        embedding: eqx.nn.Embedding
+        head: eqx.nn.Linear
+
+        def __init__(self, a, b):
+            self.embedding = eqx.nn.Embedding(3, 3, key=a)
+            self.head = eqx.nn.Linear(3, 3, key=b)
+            self.head.weight = self.embedding.weight
+
+    Tied(*jr.split(jr.key(0)))
+
+
+@program("use a scope as a context: `with es.mutable(model):`")
+def _(net):
+    with es.mutable(net):
+        net(XS)
+
+
 @program("switch a mode by an assignment: `model.training = False`", "`Net.training`")
 def _(net):
     net.training = False
@@ -851,6 +892,16 @@ def _(net):
 @program("pass the inputs to `es.mutable` itself: `es.mutable(model, x)`", "mutable()")
 def _(net):
     es.mutable(net, XS)
+
+
+@program("pass a layer its state: `y, state = norm(x, state)`")
+def _(net):
+    y, state = es.nn.BatchNorm(3)(XS[None], eqx.nn.State(net))
+
+
+@program("pass a layer its mode: `dropout(x, inference=True)`")
+def _(net):
+    es.nn.Dropout(key=0)(XS, inference=True)
 
 
 @program("decorate a method that writes state with `jax.jit`", "Jitted.count")
