@@ -38,7 +38,8 @@ def contents_in(tree: Any) -> list[Contents]:
     def is_leaf(x: Any) -> bool:
         if is_eqx_module(x) and not is_owned(x):
             modules.append(x)
-        return is_owned(x) or isinstance(x, Iterator)  # of which JAX would warn
+        # Of an iterator JAX would warn, and an outdated state refuses to flatten.
+        return is_owned(x) or isinstance(x, (Iterator, eqx.nn.State))
 
     jtu.tree_leaves(tree, is_leaf=is_leaf)
     return [
@@ -47,13 +48,16 @@ def contents_in(tree: Any) -> list[Contents]:
         if not isinstance(module, WRAPPERS)
         for name in dynamic_names(type(module))
         if name != INFERENCE
-        if not jtu.all_leaves([value := fields_of(module).get(name)])
-        if not is_eqx_module(value)
+        if isinstance(value := fields_of(module).get(name), _CONTAINERS)
     ]
 
 
+# A tuple does not change, but may contain a list that does.
+_CONTAINERS: Final = (dict, list, tuple)
+
+
 def _flat(container: Any) -> tuple[list[Any], Any]:
-    return jtu.tree_flatten(container, is_leaf=is_eqx_module)
+    return jtu.tree_flatten(container, is_leaf=lambda x: not isinstance(x, _CONTAINERS))
 
 
 def check_unchanged(before: list[Contents], out: Any) -> None:
