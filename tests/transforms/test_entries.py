@@ -110,6 +110,24 @@ def test_so_is_an_item_of_a_list_in_a_module_of_equinox():
         es.jit(call)(model, X)
 
 
+def test_an_outdated_state_of_equinox_is_no_entry():
+    class Normed(eqx.Module):
+        norm: eqx.nn.BatchNorm
+        states: list
+
+        def __call__(self, x):
+            y, _ = jax.vmap(
+                lambda x: self.norm(x, self.states[0]),
+                axis_name="batch",
+                out_axes=(0, None),
+            )(x)
+            return y
+
+    make = eqx.nn.make_with_state(eqx.nn.BatchNorm)
+    norm, state = make(3, "batch", mode="batch")
+    assert es.jit(Normed(norm, [state]))(jnp.ones((2, 3))).shape == (2, 3)
+
+
 def test_a_module_that_the_function_returns_has_the_entry():
     for transform in (
         es.jit,

@@ -242,6 +242,46 @@ def test_each_lane_has_the_keys_of_a_module_among_the_arguments(name, scope):
     assert len(set(run(args).tolist())) == number
 
 
+def one_step(model, x):
+    return es.scan(lambda x, m: (drawn(m, x), None), x, jax.tree.map(lift, model))[0]
+
+
+def lift(x):
+    return x[None]
+
+
+# What a lane does with a module that it gets.
+INSIDE = {
+    "jit": lambda m, x: es.jit(drawn)(m, x),
+    "checkpoint": lambda m, x: es.checkpoint(drawn)(m, x),
+    "cond": lambda m, x: es.cond(True, drawn, lambda m, x: x, m, x),
+    "switch": lambda m, x: es.switch(1, [lambda m, x: x, drawn], m, x),
+    "scan, a slice": one_step,
+    "scan, a carry": lambda m, x: es.scan(lambda m, _: (m, drawn(m, x)), m, length=1)[
+        1
+    ][0],
+    "fori_loop": lambda m, x: es.fori_loop(
+        0, 1, lambda i, c: (c[0], drawn(*c)), (m, x)
+    )[1],
+    "while_loop": lambda m, x: es.while_loop(
+        lambda c: c[1] == 0, lambda c: (c[0], drawn(*c)), (m, x)
+    )[1],
+    "vjp": lambda m, x: es.vjp(drawn, m, x)[0],
+    "jvp": lambda m, x: es.jvp(lambda x: drawn(m, x), (x,), (x,))[0],
+    "vmap": lambda m, x: es.vmap(drawn, (None, 0))(m, x[None])[0],
+    "capture": lambda m, x: es.capture(m)(0 * x)[0][0],
+}
+
+
+@pytest.mark.parametrize("is_owned", [False, True])
+@pytest.mark.parametrize("name", INSIDE)
+@reuses_keys
+def test_the_keys_of_a_lane_reach_every_transform_inside(name, is_owned):
+    run = lambda m, xs: es.vmap(INSIDE[name], (None, 0))(m, xs)  # noqa: E731
+    ys = es.mutable(run)(noisy(), XS * 0)[0] if is_owned else run(noisy(), XS * 0)
+    assert len(set(ys.tolist())) == 3
+
+
 @reuses_keys
 def test_the_lanes_of_a_lane_have_their_own_keys_and_methods_are_functions():
     inner = es.vmap(drawn, (None, 0))
