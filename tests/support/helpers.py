@@ -69,7 +69,7 @@ def close(a: Any, b: Any) -> None:
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         if eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            assert x == y
+            assert (x == y).all()
         else:
             assert jnp.result_type(x) == jnp.result_type(y)
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)

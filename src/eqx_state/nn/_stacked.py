@@ -1,6 +1,7 @@
 """Layers of equal structure, run by one loop: the program has the size of one layer."""
 
 import functools as ft
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Final, Generic, overload, Self, TypeVar
 
@@ -11,6 +12,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 
+from .._compat import manual_axes
 from .._errors import public_name
 from .._interop import takes_key
 from .._kinds.kinds import Rng, State
@@ -22,7 +24,7 @@ from .._transforms.loops import scan
 from .._tree.compare import check_not_repeated, difference
 from .._tree.dtypes import is_readable
 from .._tree.keys import is_key, is_typed, key_at, num_key_axes
-from .._tree.parts import check_stack, layer_of
+from .._tree.parts import check_stack, layer_of, without_axis
 from .._tree.walk import copy_tree, is_array, is_numpy, leaves
 from .._typing import PyTree
 
@@ -117,6 +119,10 @@ class Stacked(Module, Generic[_Layer]):
 
     `len(stacked)`, `stacked[3]` (a layer), `stacked[2:5]` (an `es.nn.Stacked`) and `for
     layer in stacked` work as for a list, but return copies.
+
+    Inside `es.shard_map` over the axis of the layers, a stack has the layers of its
+    shard, such as those of one stage of a pipeline: for all of the above, and when it
+    is called. Shard all arrays of the stack, also its keys: `axes={...: P("stage")}`.
 
     !!! example
 
@@ -260,7 +266,7 @@ class Stacked(Module, Generic[_Layer]):
         - `ValueError`: an array lacks the axis of the layers.
         - `es.NotInitializedError`: `init` has not been called.
         """
-        layers, length = _ready(self), self._length
+        layers, length = _ready(self), len(self)
         keys = {}
         if "key" in kwargs and not takes_key(layers):
             # `equinox.nn.Sequential` and `Stateful` pass a key to every layer.
@@ -283,10 +289,10 @@ class Stacked(Module, Generic[_Layer]):
         return x
 
     def __len__(self) -> int:
-        return self._length
+        return _length_of_shard(self) or self._length
 
     def __iter__(self) -> Iterator[_Layer]:
-        return (self[i] for i in range(self._length))
+        return (self[i] for i in range(len(self)))
 
     @overload
     def __getitem__(self, index: int) -> _Layer: ...
@@ -296,7 +302,7 @@ class Stacked(Module, Generic[_Layer]):
         layers = _ready(self)
         # Raises for an index that is out of range, like a list. JAX would return the
         # last layer instead.
-        chosen = range(self._length)[index]
+        chosen = range(len(self))[index]
         if isinstance(chosen, range):
             return _with(copy_tree(self), _take(layers, index), len(chosen))
         return _take(layers, chosen)
@@ -316,8 +322,30 @@ def _ready(stacked: Stacked[Any]) -> PyTree:
     """The layers of a stack; raises unless they are initialized and have its axis."""
     if isinstance(stacked.layers, Initializer):
         check_initialized(stacked)
+    if _length_of_shard(stacked) and (visit := without_axis(stacked)) is not None:
+        raise ValueError(_NOT_SHARDED.format(len(stacked), visit.name, len(visit.node)))
     check_stack(stacked)
     return stacked.layers
+
+
+def _length_of_shard(stacked: Stacked[Any]) -> int | None:
+    """The number of layers in one shard of a stack; `None` if it is not a shard."""
+    if not (axes := manual_axes()):
+        return None
+    # `_length` is static, and so that of the whole stack. A first axis of a different
+    # size may also be that of an ensemble: see whether the mesh can have split it.
+    sizes = jax.sharding.get_abstract_mesh().shape
+    num = math.prod(sizes[axis] for axis in axes)
+    arrays = filter(is_array, jtu.tree_leaves(stacked.layers))
+    size = next((len(x) for x in arrays if x.ndim), 0)
+    parts, rest = divmod(stacked._length, size) if size else (0, 0)
+    return size if parts > 1 and rest == 0 and num % parts == 0 else None
+
+
+_NOT_SHARDED: Final = """This shard of an `es.nn.Stacked` has {} layers, but the first \
+axis of its `{}` has size {}. In an `es.shard_map` over the layers, shard all arrays \
+of a stack, also its keys: `axes={{...: P("stage")}}`; for a stack among the \
+arguments, this mapping is its entry of `in_specs`."""
 
 
 def _is_one_key(x: Any) -> bool:
