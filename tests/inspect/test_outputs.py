@@ -294,6 +294,81 @@ def test_outputs_that_are_trees_are_replaced_by_trees():
     assert out == "anything"
 
 
+class Scale(es.Module):
+    factor: es.Parameter
+
+    def __call__(self, x):
+        return self.factor * x
+
+
+class Shifted(es.Module):
+    """A layer with a layer inside, and with state."""
+
+    scale: Scale
+    calls: es.State = 0
+
+    def __call__(self, x):
+        self.calls = self.calls + 1
+        return self.scale(x) + 1
+
+
+def stack_of_stacks():
+    scales = jnp.array([[2.0, 3.0], [5.0, 7.0], [0.5, 0.25]])
+    inner = [es.nn.Stacked([Shifted(Scale(x)) for x in row]) for row in scales]
+    return es.nn.Stacked(inner, checkpoint=True)
+
+
+STACKS = {
+    "layers": (lambda: es.nn.Stacked([Shifted(Scale(x)) for x in (2.0, 3.0)]), "scale"),
+    "unrolled": (
+        lambda: es.nn.Stacked([Shifted(Scale(x)) for x in (2.0, 3.0)], unroll=True),
+        "scale",
+    ),
+    "of stacks": (stack_of_stacks, "layers.scale"),
+}
+
+
+@pytest.mark.parametrize(("make", "name"), STACKS.values(), ids=STACKS)
+@pytest.mark.parametrize("jit", [lambda f: f, es.jit])
+def test_in_a_stack_a_value_has_the_axis_of_the_layers_in_front(make, name, jit):
+    stack = make()
+    for of_layer in ("layers", f"layers.{name}"):
+        (y, new), found = jit(es.capture(stack, outputs="layers*"))(X)
+        # What was found changes nothing.
+        run = es.capture(stack, outputs="layers*", replace={of_layer: found[of_layer]})
+        close(jit(run)(X), ((y, new), found))
+        # Each layer gets its own value.
+        size = found[of_layer].size
+        value = jnp.arange(float(size)).reshape(found[of_layer].shape)
+        run = es.capture(es.vmap(stack), outputs="*", replace={of_layer: value})
+        (ys, _), found = jit(run)(XS)
+        close(found[of_layer], jnp.stack([value] * 3))
+        last = value.reshape(-1, *X.shape)[-1]
+        after = last + float(of_layer.endswith("scale"))  # of `Shifted`
+        close(ys, jnp.stack([after] * 3))
+
+
+def test_in_a_stack_a_value_without_the_axis_replaces_each_output():
+    stack = es.nn.Stacked([Scale(2.0), Scale(3.0)])
+    for value in (X, 1.0):
+        _, found = es.capture(stack, outputs="*", replace={"layers": value})(5 * X)
+        close(found["layers"], jnp.stack([value * jnp.ones(2)] * 2))
+    with pytest.raises(ValueError, match="must have the same structure, shapes"):
+        es.capture(stack, replace={"layers": jnp.stack([X] * 3)})(X)
+
+
+def test_gradients_by_a_value_in_a_stack():
+    stack = es.nn.Stacked([Shifted(Scale(2.0)), Shifted(Scale(3.0))])
+
+    def loss(value):
+        run = es.capture(stack, replace={"layers.scale": value})
+        return run(X)[0][0].sum()
+
+    # The next layer's output is replaced as well, so only the last value counts.
+    grads = jax.grad(loss)(jnp.zeros((2, *X.shape)))
+    close(grads, jnp.stack([0 * X, jnp.ones_like(X)]))
+
+
 class Tied(es.Module):
     embed: eqx.nn.Linear
     calls: es.State = 0

@@ -44,7 +44,7 @@ class Outputs(Observer):
         name, shows = tag
         out = call(*args, **kw)
         if name in self.replace:
-            out = _replaced(name, self.replace[name], out)
+            out = _replaced(name, self.replace[name], out, scope.layers)
             self.replaced.add(name)
         if shows:
             keep(scope, Key(name, is_output=True), out)
@@ -109,21 +109,36 @@ def selector(which: Any) -> Callable[[str, Any], bool]:
     raise TypeError(_NO_SELECTION.format(show(which)))
 
 
-def _replaced(name: str, new: Any, out: Any) -> Any:
-    """The output that replaces `out`."""
+def _replaced(name: str, new: Any, out: Any, layers: Any) -> Any:
+    """The output that replaces `out`; `layers` is that of the scope."""
     if callable(new):
         return new(out)
     what = f"the output of `{name or 'the model'}`"
+    for value in (new, *_of_layer(new, layers)):
+        if (fitted := _fitted(value, out, what)) is not None:
+            return jtu.tree_unflatten(jtu.tree_structure(out), fitted)
+    raise ValueError(_OTHER_OUTPUT.format(what, show(out), show(new)))
+
+
+def _of_layer(new: Any, layers: Any) -> list[Any]:
+    """A value without the axes of the stacks around a call; empty if it has none."""
+    leaves, structure = jtu.tree_flatten(new)
+    sizes = tuple(count for _, count in layers)
+    if not sizes or any(jnp.shape(x)[: len(sizes)] != sizes for x in leaves):
+        return []
+    index = tuple(number for number, _ in layers)
+    return [structure.unflatten(jnp.asarray(x)[index] for x in leaves)]
+
+
+def _fitted(new: Any, out: Any, what: str) -> list[Any] | None:
+    """The leaves of `new` for those of `out`, or `None` if they do not fit."""
     leaves, structure = jtu.tree_flatten(out)
     try:
         pairs = zip(structure.flatten_up_to(new), leaves, strict=True)
         given = [_as_output(x, old, what) for x, old in pairs]
-        fits = all(map(same_type, leaves, given))
     except ValueError:  # from `flatten_up_to` or `fit_leaf`
-        fits, given = False, []
-    if not fits:
-        raise ValueError(_OTHER_OUTPUT.format(what, show(out), show(new)))
-    return jtu.tree_unflatten(structure, given)
+        return None
+    return given if all(map(same_type, leaves, given)) else None
 
 
 def _as_output(new: Any, old: Any, what: str) -> Any:
@@ -282,7 +297,9 @@ def capture(
     - `replace`: a mapping from names of modules to replacements for their outputs: a
         value, or a function of the output. A value must have the structure, shapes and
         dtypes of the output (under a transform, of the output of one lane or step); a
-        number is broadcast. The module itself still runs.
+        number is broadcast. In an `es.nn.Stacked`, a value with the axis of the layers
+        in front, as `found` has it, replaces the output of each layer by its own entry.
+        The module itself still runs.
 
     **Returns:**
 

@@ -72,6 +72,8 @@ class Scope:
     - `observer`: intercepts the calls of modules, and records values in `sown`.
     - `reports`: the observers that record the sown values of modules in this scope.
     - `codecs`: what is represented differently inside, in addition to the usual.
+    - `layers`: for each stack whose layers run around this code, the number of the
+        running layer, and how many layers there are. Only known to an `observer`.
     - `written`: the modules that were written, with the name of a written field.
     - `traversals`: earlier ones of the roots of private copies, by `id`, so that a
         transform need not walk the whole model.
@@ -92,6 +94,7 @@ class Scope:
         self.codecs: list[Codec] = [Numpy(), Shared(), *codecs, *tags]
         self.observer = observer
         self.reports = reports
+        self.layers: tuple[tuple[Any, int], ...] = ()
         self._begin()
 
     def _begin(self) -> None:
@@ -204,6 +207,17 @@ class Scope:
 
     def note_write(self, module: BaseModule, name: str, old: Any, new: Any) -> None:
         """Called for each write of a field. Only an `InitScope` needs it."""
+
+
+def is_observed() -> bool:
+    """Whether an observer intercepts calls of modules here."""
+    return bool(OBSERVING.get())
+
+
+def enter_layer(number: Any, count: int) -> None:
+    """Tell the observers which layer of a stack runs, in the scopes of this step."""
+    for scope in OBSERVING.get().values():
+        scope.layers = (*scope.layers, (number, count))
 
 
 @dataclasses.dataclass(slots=True)

@@ -19,6 +19,7 @@ from .._kinds.kinds import Rng, State
 from .._state.init import init
 from .._state.lazy import check_initialized, Initializer, missing
 from .._state.module import Module
+from .._state.scope import enter_layer, is_observed
 from .._transforms.checkpoint import checkpoint as remat
 from .._transforms.loops import scan
 from .._tree.compare import check_not_repeated, difference
@@ -279,13 +280,18 @@ class Stacked(Module, Generic[_Layer]):
         # barrier against that would only cost time.
         is_loop = length > 1 and self.unroll is not True and self.unroll <= 1
 
-        def step(x: Any, layer_and_key: Any) -> tuple[Any, None]:
-            layer, named = layer_and_key
+        # `es.capture` may replace the output of each layer by a value of its own.
+        numbers = jnp.arange(length) if is_observed() else None
+
+        def step(x: Any, of_layer: Any) -> tuple[Any, None]:
+            layer, named, number = of_layer
+            if number is not None:
+                enter_layer(number, length)
             if is_remat:
                 layer = remat(layer, policy=policy, prevent_cse=not is_loop)
             return layer(x, *args, **kwargs, **named), None
 
-        x, _ = scan(step, x, (layers, keys), length, unroll=self.unroll)
+        x, _ = scan(step, x, (layers, keys, numbers), length, unroll=self.unroll)
         return x
 
     def __len__(self) -> int:
