@@ -107,6 +107,7 @@ pass, and get a new model back.
 - `es.grad`: A function that returns the gradients of `f`, and the new model.
 - `es.Optimizer`: An optax optimizer and its state, as one pytree that passes through
     `jit`.
+- `es.per_layer`: An optax transformation that runs `tx` on each layer of each stack.
 - `es.Ema`: The exponential moving average of a model, as a pytree that `jit` accepts.
 - `es.axis_names`: The names that annotations give to the axes of each array.
 - `es.sharding`: A `jax.sharding.NamedSharding` for each array, by the names of its
@@ -216,6 +217,7 @@ if _t.TYPE_CHECKING:
         state_dict as state_dict,
     )
     from ._io.torch import from_torch as from_torch
+    from ._optimizer.layers import per_layer as per_layer
     from ._optimizer.optimizer import Optimizer as Optimizer
     from ._rng_stream import RngStream as RngStream
     from ._sharding.axis_names import axis_names as axis_names
@@ -241,6 +243,7 @@ else:
         "._io.files": "load load_metadata save",
         "._io.state_dict": "load_state_dict state_dict",
         "._io.torch": "from_torch",
+        "._optimizer.layers": "per_layer",
         "._optimizer.optimizer": "Optimizer",
         "._rng_stream": "RngStream",
         "._sharding.axis_names": "axis_names",

@@ -147,3 +147,31 @@ def test_three_steps_equal_the_hand_written_ones(name):
         kept = jtu.tree_leaves(optimizer.refit(model))
         pairs = zip(kept, jtu.tree_leaves(optimizer), strict=True)
         assert all(x is y for x, y in pairs)
+
+
+STARTS_WITH_ARRAYS = {
+    "add_noise": lambda: optax.add_noise(0.1, 0.5, jax.random.key(0)),
+    "dog": lambda: optax.contrib.dog(),
+    "dowg": lambda: optax.contrib.dowg(),
+    "inject": lambda: optax.inject_hyperparams(optax.sgd)(jnp.array(RATE)),
+    "lbfgs": lambda: optax.lbfgs(linesearch=None),
+    "mechanize": lambda: optax.contrib.mechanize(SGD),
+    "prodigy": lambda: optax.contrib.prodigy(),
+    "schedule_free": lambda: optax.contrib.schedule_free_sgd(RATE),
+}
+
+
+@pytest.mark.parametrize("name", STARTS_WITH_ARRAYS)
+@jax.numpy_dtype_promotion("standard")
+@jax.numpy_rank_promotion("allow")
+@reuses_keys
+def test_the_first_step_can_donate_everything(name):
+    tx = STARTS_WITH_ARRAYS[name]()
+    step = es.jit(lambda model, optimizer: optimizer.update(model, model), donate="all")
+    for _ in range(2):  # nothing of the transformation itself is donated
+        model, kept = Net(), Net()
+        optimizer = es.Optimizer(tx).init(model)
+        model, optimizer = step(model, optimizer)
+        assert jnp.isfinite(model.weight).all()
+        es.Optimizer(tx).init(kept)
+        assert not kept.weight.is_deleted()

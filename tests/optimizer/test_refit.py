@@ -228,7 +228,8 @@ def test_stacks_in_stacks_and_arrays_without_the_axis_of_a_stack():
         return Deep(es.nn.Stacked(inner))
 
     tx = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), ADAM)
-    model, optimizer = trained(es.Optimizer(tx).init(stack(2)), stack(2))
+    optimizer = es.Optimizer(tx, stacks="arrays").init(stack(2))
+    model, optimizer = trained(optimizer, stack(2))
     refitted = optimizer.refit(stack(3))
     old, new = of_optimizer(optimizer), of_optimizer(refitted)
     assert len(new) == 12

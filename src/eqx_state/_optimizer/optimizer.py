@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 import equinox as eqx
 import jax
@@ -17,6 +17,7 @@ from .._tree.base import is_module
 from .._tree.compare import difference, same_modes
 from .._tree.dtypes import NUMBERS, to_strong
 from .._tree.filters import check_filter, Filter, TO_TRAIN, trainable
+from .._tree.keys import copied
 from .._tree.parts import is_inexact
 from .._tree.rules import (
     AbstractPerParameter,
@@ -47,6 +48,7 @@ from .groups import (
     with_values,
 )
 from .refit import kept
+from .whole_arrays import check_stacks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +101,15 @@ class Optimizer(AbstractPerParameter):
     opt_state: OptState[Any]
     tx: Any = eqx.field(static=True)
     wrt: Filter = eqx.field(static=True)
+    stacks: Literal["arrays"] | None = eqx.field(static=True, repr=False)
     _made_for: _MadeFor | None = eqx.field(static=True, repr=False)
 
     def __init__(
         self,
         tx: optax.GradientTransformation | optax.MultiSteps | Mapping[Any, Any],
         wrt: Filter = trainable,
+        *,
+        stacks: Literal["arrays"] | None = None,
     ):
         """**Arguments:**
 
@@ -114,12 +119,19 @@ class Optimizer(AbstractPerParameter):
             array is not updated and uses no memory. Transformations are static and
             compared by identity, so create them once, outside the training loop.
         - `wrt`: the filter for the arrays to optimize. Default: `es.trainable`.
+        - `stacks`: `"arrays"` if a transformation that looks at whole arrays, such as
+            `optax.lamb`, is meant to see an `es.nn.Stacked` as one array. By default
+            that is an error in `init`, because all layers would share one norm: use
+            [`es.per_layer`][eqx_state.per_layer].
 
         **Raises:**
 
         - `TypeError`: `tx` is not a transformation but, say, the model or a learning
             rate; or `wrt`, or a key of the rules, is not a filter.
+        - `ValueError`: `stacks` is neither `"arrays"` nor `None`.
         """
+        if stacks not in ("arrays", None):
+            raise ValueError(_STACKS.format(stacks))
         self.tx, txs = tx, [tx]
         if isinstance(tx, Mapping):
             check_rules(tx, "`es.Optimizer`")
@@ -133,6 +145,7 @@ class Optimizer(AbstractPerParameter):
             raise TypeError(_NO_MODEL.format("wrt", "a filter", type(wrt).__qualname__))
         check_filter(wrt, TO_TRAIN)
         self.wrt = wrt
+        self.stacks = stacks
         self.opt_state = None
         self._made_for = None
 
@@ -148,7 +161,9 @@ class Optimizer(AbstractPerParameter):
             are not; or state whose kind it does not name. A parameter is an integer,
             such as `1` for `1.0`. No rule matches one of the parameters, or a filter or
             a name in the rules matches no array of the model. A stateful module occurs
-            twice in the model.
+            twice in the model. A transformation of optax that looks at whole arrays, or
+            a mask with different values for a stack and for its layers, would be
+            applied to an `es.nn.Stacked` outside of `es.per_layer`.
         """
         check_not_a_class(model)
         check_no_lookahead(model)
@@ -161,7 +176,13 @@ class Optimizer(AbstractPerParameter):
         values, whole = jtu.tree_flatten(model)
         is_selected = [x is not None for x in whole.flatten_up_to(selected)]
         params = in_groups(selected, labels)
-        opt_state = jtu.tree_map(to_strong, self._tx(labels, params).init(params))
+        if self.stacks is None:
+            each = [(self.tx, params)]
+            if labels is not None:
+                each = self.tx.parameters(labels, params)
+            for tx, its_params in each:
+                check_stacks(tx, its_params)
+        opt_state = _own(self._tx(labels, params).init(params))
         check_no_lookahead(opt_state)  # of a model that is not a pair
         made = _MadeFor(
             jtu.tree_structure(selected),
@@ -357,6 +378,20 @@ class Optimizer(AbstractPerParameter):
         return new
 
 
+def _own(opt_state: PyTree) -> PyTree:
+    """The state with arrays of its own, so that the first step can donate them.
+
+    Those of optax may be the parameters themselves, the key that a transformation was
+    created with, or one array in two places.
+    """
+    values, structure = jtu.tree_flatten(opt_state)
+    del opt_state
+    for i, x in enumerate(values):  # one by one, to need the memory of one array
+        x = to_strong(x)
+        values[i] = copied(x) if eqx.is_array(x) else x
+    return structure.unflatten(values)
+
+
 def _are_numbers(values: list[Any]) -> tuple[bool, ...]:
     return tuple([type(x) in NUMBERS for x in values])
 
@@ -403,6 +438,9 @@ it: `wrt=es.all_of(es.trainable, es.under(lambda model: model.head))`."""
 
 _A_TX: Final = """an optax transformation, or rules for them, `{es.Parameter: \
 optax.adam(1e-3)}`"""
+
+_STACKS: Final = """`es.Optimizer(stacks=…)` is `"arrays"` if a transformation is \
+meant to see stacks as whole arrays, or `None`, but `{}` was given."""
 
 _BEFORE_INIT: Final = """`es.Optimizer.{}` was called before `init`, which returns \
 a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""

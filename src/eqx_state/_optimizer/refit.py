@@ -2,17 +2,22 @@
 
 Names decide what belongs together, as in files. The name of a moment is its place in
 the state without the group, and the name of its parameter, layer by layer in a stack.
-Anything else in the state, such as a count, is named by its path.
+Anything else in the state, such as a count, is named by its path, and in the state of
+`es.per_layer` by the number of its layer, too: a layer that is appended starts at 0.
 """
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import jax.tree_util as jtu
 
+from .._tree.context import Stacks
 from .._tree.parts import Index, indices, is_split, layer_of, layer_path, Part
 from .._tree.rules import AbstractPerParameter, parameters_of
 from .._tree.walk import leaves, name_of
+from .._typing import KeyPath
+from .layers import PerLayerState
 
 
 class _Entry(NamedTuple):
@@ -50,6 +55,22 @@ def _joined(known: dict[Hashable, _Entry], entries: list[_Entry]) -> Any:
     return jnp.stack(values).reshape(whole.shape)
 
 
+def _stacks_of_states(optimizer: AbstractPerParameter) -> dict[KeyPath, Stacks]:
+    """For the path of each state of `es.per_layer`, the stacks whose axes it has."""
+    stacks = {}
+    for visit in leaves(optimizer._recorded_model()):
+        if above := visit.context.stacks:
+            stacks[name_of(visit.path[: above[-1][0]])] = above
+    is_state = lambda x: isinstance(x, PerLayerState)  # noqa: E731
+    nodes = jtu.tree_leaves_with_path(optimizer, is_leaf=is_state)
+    return {
+        (*path, jtu.GetAttrKey("stacks"), jtu.DictKey(name)): stacks[name]
+        for path, state in nodes
+        if is_state(state)
+        for name in state.stacks
+    }
+
+
 def _found(known: dict[Hashable, _Entry], new: _Entry) -> _Entry:
     """The known entry of the same name and shapes, or `new` itself."""
     old = known.get(new.key, new)
@@ -66,10 +87,14 @@ def _like(x: Any, new: Any) -> Any:
 def _entries(optimizer: AbstractPerParameter, group: int | None) -> list[list[_Entry]]:
     """The entries of each leaf, in the order of flattening."""
     parameters = parameters_of(optimizer)
+    per_layer = _stacks_of_states(optimizer)
     found: list[list[_Entry]] = []
     for visit in leaves(optimizer):
         if visit.path not in parameters:
-            found.append([_Entry(visit.path, (), visit.node, ())])
+            prefixes = (visit.path[:n] for n in range(len(visit.path)))
+            stacks = next((per_layer[x] for x in prefixes if x in per_layer), ())
+            each = indices(stacks) or [()]
+            found.append([_Entry((visit.path, i), (), visit.node, i) for i in each])
             continue
         parameter = parameters[visit.path].parameter
         where = visit.path[: len(visit.path) - len(parameter.path)]

@@ -62,6 +62,16 @@ def clone(x: Any) -> Any:
     return jr.wrap_key_data(jr.key_data(x), impl=jr.key_impl(x)) if is_typed(x) else x
 
 
+def copied(x: Any) -> Any:
+    """A copy of an array, which survives donation of the array.
+
+    In a trace, the method `copy` of a typed key is an error of JAX.
+    """
+    if is_typed(x):
+        return jr.wrap_key_data(jr.key_data(x).copy(), impl=jr.key_impl(x))
+    return x.copy()
+
+
 def num_key_axes(key: Array) -> int:
     """The number of axes of an array of keys, not counting a legacy key's words."""
     return key.ndim - (0 if is_typed(key) else 1)

@@ -1,8 +1,10 @@
 """The arrays of a tree as `es.Part`s: path, name, kind."""
 
+import contextlib
 import functools as ft
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Final, TYPE_CHECKING
 
 import jax
@@ -185,7 +187,31 @@ def is_split(part: Part) -> bool:
     `optax.scale_by_factored_rms` stores one of shape `(1,)`.
     """
     sizes = tuple(n for _, n in stacks_of(part))
-    return sizes != () and part.value.shape[: len(sizes)] == sizes
+    return sizes != () and _has_axes(part.value, sizes) and not is_in_a_layer()
+
+
+def _has_axes(x: Any, sizes: tuple[int, ...]) -> bool:
+    return jnp.shape(x)[: len(sizes)] == sizes
+
+
+# Whether the arrays of stacks are those of one layer. Their first axis may have the
+# length of the stack by chance, and then shapes cannot tell.
+_IN_A_LAYER: Final[ContextVar[bool]] = ContextVar("_IN_A_LAYER", default=False)
+
+
+@contextlib.contextmanager
+def in_a_layer() -> Iterator[None]:
+    """Inside, the arrays of each stack lack its axis: a function sees one layer."""
+    token = _IN_A_LAYER.set(True)
+    try:
+        yield
+    finally:
+        _IN_A_LAYER.reset(token)
+
+
+def is_in_a_layer() -> bool:
+    """Whether `in_a_layer` is active."""
+    return _IN_A_LAYER.get()
 
 
 def indices(stacks: Stacks) -> list[Index]:
@@ -220,6 +246,14 @@ def check_stack(stack: Any) -> None:
     if (visit := without_axis(stack)) is not None:
         shape = visit.node.shape
         raise ValueError(_NO_AXIS.format(len(stack), shape, visit.name))
+
+
+def check_has_axes(visit: Visit) -> None:
+    """Raise `ValueError` if an array in stacks lacks the axes of their layers."""
+    sizes = tuple(n for _, n in visit.context.stacks)
+    if not _has_axes(visit.node, sizes):
+        length = "×".join(map(str, sizes))
+        raise ValueError(_NO_AXIS.format(length, jnp.shape(visit.node), visit.name))
 
 
 def layer_of(x: Any, index: Any) -> Any:

@@ -1,0 +1,262 @@
+"""`es.per_layer`: an optax transformation that treats each layer of a stack alone."""
+
+import functools as ft
+import math
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import optax
+
+from .._tree.keys import is_key, key_at, num_key_axes
+from .._tree.parts import check_has_axes, in_a_layer, is_in_a_layer
+from .._tree.walk import leaves, name_of
+from .._typing import KeyPath, PyTree
+from .groups import with_extra_args
+
+
+class PerLayerState(NamedTuple):
+    """The states of a transformation: that of all other arrays, and one per stack.
+
+    `stacks` has them by the name of the stack. All of their arrays have the axes of the
+    layers in front, such as a count for each layer.
+    """
+
+    others: Any
+    stacks: dict[str, Any]
+
+
+class _Part(NamedTuple):
+    """The arrays of a stack, or all arrays outside of stacks.
+
+    In a stack of stacks, those of an inner stack.
+    """
+
+    name: str  # of the stack; outside of stacks, of the first array
+    lengths: tuple[int, ...]  # of the stacks around the arrays, outermost first
+    positions: list[int]  # of the arrays among the leaves
+
+
+def per_layer(
+    tx: optax.GradientTransformation
+    | optax.MultiSteps
+    | Callable[[Any], optax.GradientTransformation | optax.MultiSteps],
+) -> optax.GradientTransformationExtraArgs:
+    """An optax transformation that runs `tx` on each layer of each stack.
+
+    To optax, an `es.nn.Stacked` is one array for all of its layers. Transformations
+    that look at whole arrays would treat twelve layers as one: trust ratios (`lamb`,
+    `lars`), `muon`, `adafactor`, norms of blocks, adaptive clipping, masks by `ndim`.
+    With `es.per_layer` they give the result that they give for a list of layers. `tx`
+    runs under `jax.vmap`, so the program has one size at any depth, and moments stay
+    stacked. Arrays outside of stacks are updated as usual.
+
+    Element-wise transformations (`sgd`, `adam`, `adamw`, `lion`, …) do not need it.
+    Inside, `tx` sees the arrays of one layer, so keep outside what looks across arrays,
+    such as `optax.clip_by_global_norm`, `optax.apply_if_finite` or a line search:
+    `optax.chain(optax.clip_by_global_norm(1.0), es.per_layer(optax.lamb(1e-3)))`.
+
+    **Arguments:**
+
+    - `tx`: an optax transformation; or a function of the number of the layer, a traced
+        integer, that returns one. In a stack of stacks of length `n`, layer `j` of
+        stack `i` has the number `i * n + j`. With a function, every parameter has to be
+        in a stack.
+
+    **Returns:**
+
+    A transformation for `es.Optimizer`, or for optax alone. It can be one of several
+    groups, and be inside `optax.MultiSteps` or `optax.inject_hyperparams`, or around
+    them. If they are inside, each layer has its own values.
+
+    **Raises:**
+
+    - `TypeError`: `tx` is neither a transformation nor a function that returns one.
+    - `ValueError`, in `init`: `tx` is a function, and an array is not in a stack.
+    - `ValueError`, in `update`: `tx` calls an argument that is a function of all
+        parameters, such as `value_fn=`; or there is one gradient for each example.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.numpy as jnp
+        import jax.random as jr
+        import optax
+
+        keys = jr.split(jr.key(0), 12)
+        blocks = es.nn.Stacked.make(lambda k: eqx.nn.Linear(4, 4, key=k), keys)
+        head = eqx.nn.Linear(4, 2, key=jr.key(1))
+        model = {"blocks": blocks, "head": head}
+
+        tx = optax.chain(optax.clip_by_global_norm(1.0), es.per_layer(optax.lamb(1e-3)))
+        optimizer = es.Optimizer(tx).init(model)
+        assert optimizer.opt_state[1].stacks["['blocks']"][0].count.shape == (12,)
+
+        # Learning rates that grow from the first layer to the last:
+        rates = es.per_layer(lambda layer: optax.adamw(1e-3 * 0.8 ** (11 - layer)))
+        rules = {es.inside(es.nn.Stacked): rates, ...: optax.adamw(1e-3)}
+        optimizer = es.Optimizer(rules).init(model)
+        ```
+    """
+    make = None if _is_transformation(tx) else tx
+    if make is not None and not _is_users_function(make):
+        given = getattr(tx, "__qualname__", type(tx).__qualname__)
+        raise TypeError(_NOT_A_TX.format(given))
+
+    def of(layer: Any) -> optax.GradientTransformationExtraArgs:
+        made = tx if make is None else make(layer)
+        if not _is_transformation(made):
+            raise TypeError(_NOT_A_TX.format(type(made).__qualname__))
+        return with_extra_args(made)
+
+    def init(params: PyTree) -> PerLayerState:
+        others, stacks = _by_stack(params)
+        if make is not None and others is not None:
+            raise ValueError(_OUTSIDE.format(others.name))
+
+        def made(part: _Part) -> Any:
+            def init_layer(layer: Any, params: PyTree) -> Any:
+                own = ft.partial(_own_key, part, layer)
+                return jtu.tree_map(own, of(layer).init(params))
+
+            return _mapped(init_layer, part, _only(params, part))
+
+        return _state(made, others, stacks)
+
+    def update(
+        updates: PyTree,
+        state: PerLayerState,
+        params: PyTree | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, PerLayerState]:
+        others, stacks = _by_stack(updates)
+        values, structure = jtu.tree_flatten(updates)
+        if params is not None:
+            olds = structure.flatten_up_to(params)
+            for visit, old in zip(leaves(updates), olds, strict=True):
+                if visit.context.stacks and visit.node.shape != old.shape:
+                    raise ValueError(_OTHER_SHAPE.format(visit.name))
+        # Trees like the parameters are mapped, and all other arguments are shared.
+        like = {k: x for k, x in extra.items() if jtu.tree_structure(x) == structure}
+        shared = {k: x for k, x in extra.items() if k not in like}
+
+        def updated(part: _Part) -> Any:
+            def update_layer(layer: Any, trees: Any, like: Any, state: Any) -> Any:
+                updates, params = trees
+                own = {k: _of_all(k, x) for k, x in shared.items()}
+                return of(layer).update(updates, state, params, **like, **own)
+
+            trees = [x if x is None else _only(x, part) for x in (updates, params)]
+            also = {k: _only(x, part) for k, x in like.items()}
+            is_stack = part is not others
+            old = state.stacks[part.name] if is_stack else state.others
+            new, old = _mapped(update_layer, part, trees, also, old)
+            for i, x in zip(part.positions, jtu.tree_leaves(new), strict=True):
+                values[i] = x
+            return old
+
+        state = _state(updated, others, stacks)
+        return structure.unflatten(values), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_transformation(x: Any) -> bool:
+    return isinstance(x, (optax.GradientTransformation, optax.MultiSteps))
+
+
+def _is_users_function(x: Any) -> bool:
+    """Whether `x` may be a function of the layer, and not, say, `optax.adam` itself."""
+    of_optax = str(getattr(x, "__module__", "")).partition(".")[0] == "optax"
+    return (
+        callable(x) and not isinstance(x, type) and not of_optax and jtu.all_leaves([x])
+    )
+
+
+def _by_stack(tree: PyTree) -> tuple[_Part | None, list[_Part]]:
+    """The arrays outside of stacks, if there are any, and those of each stack."""
+    others: list[int] = []
+    stacks: dict[KeyPath, _Part] = {}
+    visits = leaves(tree)
+    for i, visit in enumerate(visits):
+        above = visit.context.stacks
+        if above and not is_in_a_layer():  # there, the arrays lack the axis
+            check_has_axes(visit)
+            path = visit.path[: above[-1][0]]
+            new = _Part(name_of(path), tuple(n for _, n in above), [])
+            stacks.setdefault(path, new).positions.append(i)
+        else:
+            others.append(i)
+    first = _Part(visits[others[0]].name, (), others) if others else None
+    return first, [*stacks.values()]
+
+
+def _state(
+    f: Callable[[_Part], Any], others: _Part | None, stacks: list[_Part]
+) -> PerLayerState:
+    first = None if others is None else f(others)
+    return PerLayerState(first, {stack.name: f(stack) for stack in stacks})
+
+
+def _only(tree: PyTree, part: _Part) -> PyTree:
+    """`tree` with the leaves of one part; every other leaf is a hole of optax.
+
+    Not `None`, which some transformations read as a parameter.
+    """
+    values, structure = jtu.tree_flatten(tree)
+    kept: list[Any] = [optax.MaskedNode()] * len(values)
+    for i in part.positions:
+        kept[i] = values[i]
+    return structure.unflatten(kept)
+
+
+def _mapped(f: Callable[..., Any], part: _Part, *trees: PyTree) -> Any:
+    """`f(layer, *trees)` for each layer of a stack, with the number of the layer."""
+    if not part.lengths:
+        return f(None, *trees)
+    numbers = jnp.arange(math.prod(part.lengths)).reshape(part.lengths)
+    for _ in part.lengths:
+        f = jax.vmap(f)
+    with in_a_layer():
+        return f(numbers, *trees)
+
+
+def _own_key(part: _Part, layer: Any, x: Any) -> Any:
+    """The key of this layer, if `x` is a key: layers must not draw the same noise."""
+    is_one = part.lengths != () and is_key(x) and num_key_axes(x) == 0
+    return jr.fold_in(key_at(x, part.name), layer) if is_one else x
+
+
+def _of_all(name: str, x: Any) -> Any:
+    """An argument of `update` as a layer sees it: no function of all parameters."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError(_OF_ALL.format(name))
+
+    is_function = callable(x) and jtu.all_leaves([x])
+    return refuse if is_function and is_in_a_layer() else x
+
+
+_NOT_A_TX: Final = """`es.per_layer` takes an optax transformation, \
+`es.per_layer(optax.lamb(1e-3))`, or a function of the layer's number that returns \
+one, `es.per_layer(lambda layer: optax.adamw(1e-3 * 0.8 ** (11 - layer)))`, but `{}` \
+was given."""
+
+_OUTSIDE: Final = """`es.per_layer` was given a function of the layer's number, but \
+`{}` is not in an `es.nn.Stacked`. Give such arrays a group of their own:
+
+    es.Optimizer({{es.inside(es.nn.Stacked): es.per_layer(make), ...: tx}})"""
+
+_OF_ALL: Final = """The transformation in `es.per_layer` called `{}=`, a function of \
+all parameters, but it sees one layer. Keep what looks across arrays outside, such as \
+a line search: `optax.chain(es.per_layer(tx), optax.scale_by_zoom_linesearch(15))`."""
+
+_OTHER_SHAPE: Final = """`es.per_layer`: the gradient and the parameter `{}` have \
+different shapes. A transformation that takes one gradient for each example looks \
+across layers, so keep it outside: \
+`optax.chain(optax.contrib.differentially_private_aggregate(...), es.per_layer(tx))`."""
