@@ -37,12 +37,14 @@ NETS = [make_net(seed) for seed in range(5)]
 
 
 def formula(values: Any, decays: Any, debias: bool) -> Any:
-    """The average by its definition, in float64."""
+    """The average by its definition, in float64; it starts at the first value."""
     decays = np.asarray(decays)
     later = [np.prod(decays[i + 1 :]) for i in range(len(decays))]
     weights = (1 - decays) * later
     total = sum(w * np.asarray(x, float) for w, x in zip(weights, values, strict=True))
-    return total / weights.sum() if debias else total
+    if debias:
+        return total / weights.sum()
+    return np.prod(decays) * np.asarray(values[0], float) + total
 
 
 def averaged(ema: es.Ema, nets: Any, update: Any = None) -> es.Ema:
@@ -379,3 +381,33 @@ def test_what_is_private_is_not_printed():
     ema = es.Ema(0.9).init(NETS[0])
     optimizer = es.Optimizer(optax.sgd(0.1)).init(NETS[0])
     assert " _" not in repr((ema, optimizer))
+
+
+# --- Several averages, and loops
+
+
+def test_several_averages_are_read_and_updated_one_by_one():
+    models = {"w": jnp.arange(4.0).reshape(2, 2)}  # two models, two weights in each
+    emas = jax.vmap(es.Ema(0.5).init)(models)
+    emas = jax.vmap(es.Ema.update)(emas, models)
+    for use in (lambda: emas.model, lambda: emas.update(models)):
+        with pytest.raises(ValueError, match=r"several averages, of shape \(2,\)"):
+            use()
+    assert same(jax.vmap(lambda ema: ema.model)(emas), models)
+    assert same(jax.tree.map(lambda x: x[1], emas).model, {"w": models["w"][1]})
+
+
+@pytest.mark.parametrize("scan", [es.scan, jax.lax.scan], ids=["es", "jax"])
+def test_a_loop_may_close_over_a_model_with_a_key(scan):
+    models = [{"w": jnp.full(2, float(i)), "key": jr.key(i)} for i in range(2)]
+    step = lambda ema, _: (ema.update(models[1]), None)  # noqa: E731
+    ema, _ = scan(step, es.Ema(0.5).init(models[0]), None, length=2)
+    assert same(ema.model, models[1])
+
+
+def test_a_target_network_starts_at_the_model():
+    target = es.Ema(0.9, debias=False).init(NETS[0])
+    for net in NETS[1:]:
+        old = target.model.weight
+        target = target.update(net)
+        assert np.allclose(target.model.weight, 0.9 * old + 0.1 * net.weight, 1e-6)

@@ -17,6 +17,7 @@ from ._state.lazy import check_not_a_class, check_ready
 from ._tree.base import is_eqx_module
 from ._tree.compare import is_hole, leaves_like
 from ._tree.filters import bind_to_visits, check_filter, Filter
+from ._tree.keys import copied
 from ._tree.rules import AbstractPerParameter, check_names, nothing_selected
 from ._tree.select import fill
 from ._tree.walk import copy_tree, is_array, leaves
@@ -28,7 +29,9 @@ class Ema(AbstractPerParameter):
 
     With decays `d_1, …, d_n` the model of update `i` has the weight `(1 - d_i)` times
     the product of all later decays. With `debias`, the weights are divided by their
-    sum, so that the average is not biased toward zero (Kingma and Ba, 2015). Averages
+    sum (Kingma and Ba, 2015), so the model given to `init` has no weight. Without it,
+    the average starts at that model, and each update is `a = d * a + (1 - d) * p`: for
+    target networks and teachers, which follow the model that they start from. Averages
     are computed in float32, or in the wider dtype of the array. Each update rounds them
     once; the weights have the precision of the dtype for every decay.
 
@@ -45,6 +48,10 @@ class Ema(AbstractPerParameter):
         for value in (1.0, 4.0):
             ema = ema.update({"w": jnp.full(2, value)})
         assert jnp.allclose(ema.model["w"], (0.25 * 1.0 + 0.5 * 4.0) / 0.75)
+
+        target = es.Ema(0.5, debias=False).init({"w": jnp.full(2, 8.0)})
+        target = target.update({"w": jnp.zeros(2)})
+        assert jnp.allclose(target.model["w"], 0.5 * 8.0)
         ```
     """
 
@@ -75,7 +82,8 @@ class Ema(AbstractPerParameter):
             such as `lambda step: jnp.minimum(0.999, (1 + step) / (10 + step))`. The
             field is static, so create a schedule once: a new function recompiles the
             step.
-        - `debias`: whether the weights are divided by their sum.
+        - `debias`: whether the weights are divided by their sum. If not, the average
+            starts at the model given to `init`.
         - `on`: the filter for the arrays to average. Only inexact arrays count. All
             other arrays are copied from the last model. Default: the parameters. The
             average of an array that never changes is exactly this array.
@@ -132,8 +140,9 @@ class Ema(AbstractPerParameter):
         - `es.NotInitializedError`: `init` has not been called; or the model still
             contains an `es.Initializer`.
         - `ValueError`: the model differs in structure or shapes from that of `init`, or
-            lacks one of its leaves, as gradients do; or `on` selects different arrays.
-            The message names the first path.
+            lacks one of its leaves, as gradients do; or `on` selects different arrays
+            (the message names the first path); or these are several averages, made
+            under `vmap`.
         """
         self._check_initialized("update")
         params, rest = self._split(model)
@@ -144,7 +153,7 @@ class Ema(AbstractPerParameter):
         added = fresh * (1 - self.weight) + self.lost
         weight, lost = _two_sum(self.weight, added)
         # The share of `model`. After an initial decay of 1, `weight` is still 0.
-        share = jnp.where(weight == 0, 1, fresh / weight)
+        share = jnp.where(weight == 0, 1, fresh / weight) if self.debias else fresh
         new = []
         visits = leaves(params, is_leaf=is_hole)
         for visit, old, was, now in zip(visits, olds, *rests, strict=True):
@@ -171,15 +180,12 @@ class Ema(AbstractPerParameter):
         **Raises:**
 
         - `es.NotInitializedError`: `init` has not been called.
+        - `ValueError`: these are several averages, made under `vmap` or stacked by a
+            loop. Read them under `vmap`, too.
         """
         dtypes = self._check_initialized("model")
-        # Without `debias`, the average starts at zero.
-        scale = jnp.where(self.debias | (self.step == 0), 1, self.weight)
         values, treedef = jtu.tree_flatten(self.means)
-        means = [
-            (x * scale.astype(x.dtype)).astype(dtype)
-            for x, dtype in zip(values, dtypes, strict=True)
-        ]
+        means = [x.astype(dtype) for x, dtype in zip(values, dtypes, strict=True)]
         return fill(self.rest, jtu.tree_unflatten(treedef, means))
 
     if not TYPE_CHECKING:
@@ -197,11 +203,13 @@ class Ema(AbstractPerParameter):
         ]
         mask = jtu.tree_unflatten(jtu.tree_structure(model), is_averaged)
         params, rest = eqx.partition(model, mask)
-        return params, jtu.tree_map(lambda x: x.copy() if is_array(x) else x, rest)
+        return params, jtu.tree_map(lambda x: copied(x) if is_array(x) else x, rest)
 
     def _check_initialized(self, what: str) -> tuple[Any, ...]:
         if self._dtypes is None:
             raise NotInitializedError(_NOT_INITIALIZED.format(what))
+        if shape := jnp.shape(self.step):
+            raise ValueError(_SEVERAL.format(what, shape))
         return self._dtypes
 
     def _recorded_model(self) -> PyTree:
@@ -267,6 +275,11 @@ not change them, because `1 - decay` is below the precision. Use a smaller decay
 
 _NOT_INITIALIZED: Final = """`es.Ema.{}` was used before `init`, which returns a new \
 average: `ema = es.Ema(0.999).init(model)`."""
+
+_SEVERAL: Final = """`es.Ema.{}`: these are several averages, of shape {}, made under \
+`vmap` or stacked by a loop, and outside of it their axis cannot be told from those of \
+the arrays. Use each average by itself: `eqx.filter_vmap(lambda ema: \
+ema.model)(emas)`, or `jax.tree.map(lambda x: x[0], emas)`."""
 
 _SELECTED: Final = f"""`es.Ema.update`: `on` selects `{{}}` either now or when the \
 average was created, but not both times. Freezing changes what `es.trainable` selects. \
