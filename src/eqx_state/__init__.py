@@ -47,6 +47,8 @@ pass, and get a new model back.
 - `es.mutable`: A function like `f` that can write state, and returns `(output,
     new_model)`.
 - `es.TraceError`: State was written inside a JAX transform that cannot return it.
+- `es.LostStateWarning`: `es.Optimizer.update` was given the model from before a call
+    that wrote state.
 - `es.functional`: A callable model as a pure function and two dicts of arrays, for
     plain JAX.
 
@@ -139,6 +141,7 @@ import typing as _t
 
 from . import nn as nn
 from ._errors import (
+    LostStateWarning as LostStateWarning,
     no_attribute as _no_attribute,
     NotInitializedError as NotInitializedError,
     TraceError as TraceError,

@@ -1,4 +1,4 @@
-"""The two errors that a caller might catch. All other errors have built-in types."""
+"""The errors and the warning that a caller might catch; others have built-in types."""
 
 import difflib
 import sys
@@ -20,6 +20,15 @@ class TraceError(RuntimeError):
 
 class NotInitializedError(RuntimeError):
     """A model contains an `es.Initializer`, or a `module_init` that has not run."""
+
+
+class LostStateWarning(UserWarning):
+    """`es.Optimizer.update` was given the model from before a call that wrote state.
+
+    Usually the new model was not unpacked: `loss, grads = es.value_and_grad(f)(model)`
+    instead of `(loss, model), grads = …`. To drop the state on purpose, pass only the
+    parameters to `update`: `model.filter(es.Parameter)`.
+    """
 
 
 # --- Names and pytrees in messages: no values, no whole models.

@@ -396,7 +396,8 @@ def _(net):
     (loss, new), grads = es.value_and_grad(loss_fn)(net)
     assert (loss, new.layer.count) == (6.0, 1)
     # With the model from before, the optimizer works, and the state is lost.
-    assert optimizer.update(grads, net)[0].layer.count == 0
+    with pytest.warns(es.LostStateWarning, match=r"`layer\.count`"):
+        assert optimizer.update(grads, net)[0].layer.count == 0
 
 
 @program("unpack it like JAX's with `has_aux=True`: `(loss, aux), grads = …`")

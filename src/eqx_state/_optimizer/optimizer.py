@@ -13,6 +13,7 @@ import optax
 from .._errors import NotInitializedError
 from .._kinds.kinds import OptState
 from .._state.lazy import check_not_a_class, check_ready
+from .._state.lost import warn_if_lost
 from .._tree.base import is_module
 from .._tree.compare import difference, same_modes
 from .._tree.dtypes import NUMBERS, to_strong
@@ -222,8 +223,15 @@ class Optimizer(AbstractPerParameter):
             the model given to `init`; `wrt` selects different leaves; or a gradient is
             complex and its parameter is not (the message names the first path); or the
             result of `es.grad` or `update` was not unpacked.
+
+        **Warns:**
+
+        - `es.LostStateWarning`: `grads` is the result of an `es.grad` or
+            `es.value_and_grad` whose call wrote state, and `model` still has the arrays
+            from before. To drop the state, pass `model.filter(es.Parameter)`.
         """
         made = self._made("update")
+        warn_if_lost(grads, model, stacklevel=3)
         selected = self._selected(model)
         params = _in_mode_of(made.selected, selected, _OTHER_MODEL)
         params = in_groups(params, made.labels)

@@ -17,6 +17,7 @@ from .._errors import show
 from .._kinds.kinds import State
 from .._state.codecs import snapshot
 from .._state.lazy import check_ready
+from .._state.lost import note_written
 from .._state.scope import is_any_open, is_owned, Kinds, Scope, Sown
 from .._state.sow import reporting
 from .._tree.filters import (
@@ -119,6 +120,7 @@ class Gradient(Transform):
         new = given.structure.unflatten(y if x is z else x for x, z, y in triples)
         holes = [None] * len(selected)
         grads = given.structure.unflatten(with_selected(gradient, holes))
+        note_written(grads, model, new, _UNPACKED[self.name, self.has_aux])
         if self.name == "es.value_and_grad":
             return ((out, new), grads), sown
         return (grads, (out[1], new) if self.has_aux else new), sown
@@ -162,6 +164,17 @@ def _check_loss(loss: Any, caller: str) -> None:
         text = _NO_GRADIENT if has_no_gradient else _NOT_A_LOSS
         raise TypeError(text.format(caller, show(loss)))
 
+
+# By name and `has_aux`.
+_UNPACKED: Final = {
+    ("es.value_and_grad", False): "(loss, model), grads = es.value_and_grad(...)(...)",
+    (
+        "es.value_and_grad",
+        True,
+    ): "((loss, aux), model), grads = es.value_and_grad(...)(...)",
+    ("es.grad", False): "grads, model = es.grad(...)(...)",
+    ("es.grad", True): "grads, (aux, model) = es.grad(...)(...)",
+}
 
 _OTHER_ARGUMENT: Final = """`{0}(..., argnums={1})` names no module, and `wrt` \
 selects no inexact array there, but argument {2} contains a module. Positions count \

@@ -87,9 +87,14 @@ class Fields(dict[str, Any]):
 
     # A slot on the module instead would conflict with bases that have slots.
 
-    __slots__ = ("ownership",)
+    __slots__ = ("note", "ownership")
 
+    note: Any
     ownership: Any
+
+    def __init__(self, fields: dict[str, Any]):
+        super().__init__(fields)
+        self.note = self.ownership = None
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
@@ -227,11 +232,26 @@ def ownership_of(module: eqx.Module) -> Any:
 
 def set_ownership(module: eqx.Module, ownership: Any) -> None:
     """Set the `Ownership` of a module; `None` removes it."""
+    _fields(module).ownership = ownership
+
+
+def note_of(module: eqx.Module) -> Any:
+    """The note that a call has left in its gradients, or `None`."""
+    fields = dict_of(module)
+    return fields.note if type(fields) is Fields else None
+
+
+def set_note(module: eqx.Module, note: Any) -> None:
+    """Leave a note in a module, outside of the pytree."""
+    _fields(module).note = note
+
+
+def _fields(module: eqx.Module) -> Fields:
     fields = fields_of(module)
     if type(fields) is not Fields:
         fields = Fields(fields)
         set_dict(module, fields)
-    fields.ownership = ownership
+    return fields
 
 
 def dynamic_names(cls: type) -> list[str]:
