@@ -25,10 +25,10 @@ TREES = (
 TRANSFORMS = (
     "mutable capture find_nonfinite value_and_grad grad vmap SPLIT scan while_loop"
     " fori_loop cond switch checkpoint jit vjp jvp linearize jacfwd jacrev hessian"
-    " custom_vjp shard_map"
+    " custom_vjp shard_map per_layer"
 ).split()
 CLASSES = "Axes Module Part Initializer RngStream Optimizer Ema field lazy nn".split()
-ERRORS = ["TraceError", "NotInitializedError"]
+ERRORS = ["TraceError", "NotInitializedError", "LostStateWarning"]
 LAYERS = ["BatchNorm", "Dropout", "Stacked"]
 
 PUBLIC = sorted(name for name in dir(es) if not name.startswith("_"))

@@ -196,7 +196,7 @@ def test_the_pair_for_a_model_that_is_not_a_tuple(net):
 
 def test_gradients_may_be_a_tuple():
     models = (Net(), Net())
-    grads, _ = es.grad(lambda models: loss_fn(models[0]))(models)
+    grads, models = es.grad(lambda models: loss_fn(models[0]))(models)
     assert sgd(models).update(grads, models)[0][0].layer.weight == -1.0
 
 

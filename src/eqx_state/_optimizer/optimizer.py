@@ -231,7 +231,6 @@ class Optimizer(AbstractPerParameter):
             from before. To drop the state, pass `model.filter(es.Parameter)`.
         """
         made = self._made("update")
-        warn_if_lost(grads, model, stacklevel=3)
         selected = self._selected(model)
         params = _in_mode_of(made.selected, selected, _OTHER_MODEL)
         params = in_groups(params, made.labels)
@@ -241,7 +240,9 @@ class Optimizer(AbstractPerParameter):
         tx = self._tx(made.labels, params)
         check_shapes(tx, state, params, made.shapes)
         selected = in_groups(selected, made.labels)
-        grads = _conjugated(gradients_like(grads, model, selected, params))
+        own_grads = gradients_like(grads, model, selected, params)
+        warn_if_lost(grads, model, stacklevel=3)
+        grads = _conjugated(own_grads)
         if "grad" in extra:
             extra["grad"] = _conjugated(extra["grad"])
         updates, state = tx.update(grads, state, params, **extra)

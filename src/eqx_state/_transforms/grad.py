@@ -120,7 +120,8 @@ class Gradient(Transform):
         new = given.structure.unflatten(y if x is z else x for x, z, y in triples)
         holes = [None] * len(selected)
         grads = given.structure.unflatten(with_selected(gradient, holes))
-        note_written(grads, model, new, _UNPACKED[self.name, self.has_aux])
+        names = _UNPACKED[self.name, self.has_aux]
+        note_written(grads, model, new, f"{names} = {self.name}(loss_fn)(model)")
         if self.name == "es.value_and_grad":
             return ((out, new), grads), sown
         return (grads, (out[1], new) if self.has_aux else new), sown
@@ -165,15 +166,11 @@ def _check_loss(loss: Any, caller: str) -> None:
         raise TypeError(text.format(caller, show(loss)))
 
 
-# By name and `has_aux`.
-_UNPACKED: Final = {
-    ("es.value_and_grad", False): "(loss, model), grads = es.value_and_grad(...)(...)",
-    (
-        "es.value_and_grad",
-        True,
-    ): "((loss, aux), model), grads = es.value_and_grad(...)(...)",
-    ("es.grad", False): "grads, model = es.grad(...)(...)",
-    ("es.grad", True): "grads, (aux, model) = es.grad(...)(...)",
+_UNPACKED: Final = {  # by name and `has_aux`
+    ("es.value_and_grad", False): "(loss, model), grads",
+    ("es.value_and_grad", True): "((loss, aux), model), grads",
+    ("es.grad", False): "grads, model",
+    ("es.grad", True): "grads, (aux, model)",
 }
 
 _OTHER_ARGUMENT: Final = """`{0}(..., argnums={1})` names no module, and `wrt` \
