@@ -6,7 +6,8 @@ arrays: `eqx.filter_jit(es.mutable(model))` traces the parameters.
 
 import functools as ft
 import types
-from typing import Any, ClassVar, Final, Self, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, ClassVar, Concatenate, Final, TYPE_CHECKING
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -15,6 +16,7 @@ from .._compat import boundary, BoundMethod
 from .._errors import an, show
 from .._tree.base import is_eqx_module
 from .._tree.rules import misplaced
+from .._typing import P
 
 
 class Transform(eqx.Module):
@@ -50,21 +52,9 @@ class Transform(eqx.Module):
             return self.of(self.f.__get__(instance, owner))
         return self.of(Bound(self.f, instance))
 
-    @classmethod
-    def made(cls, **fields: Any) -> Self:
-        """A transform with these fields, created without `__init__`.
-
-        In `__init__`, Equinox warns about a field such as `jax.vmap(model)`, because
-        that function hides the parameters of `model`. The warning is meant for layers,
-        and a transform is not a layer.
-        """
-        new = object.__new__(cls)
-        new.__dict__.update(fields)
-        return new
-
     def of(self, f: Any) -> Any:
         """The same transform of a different function."""
-        return self.made(**{**self.__dict__, "f": f})
+        return _made(type(self), {**self.__dict__, "f": f})
 
 
 class Bound(eqx.Partial[Any]):
@@ -80,7 +70,7 @@ class Unbound(Transform):
 
 def unbound(f: Any) -> Any:
     """A method as a function whose first argument is the object."""
-    return Unbound.made(f=f) if isinstance(f, Transform) else f
+    return _made(Unbound, {"f": f}) if isinstance(f, Transform) else f
 
 
 def check_callable(f: Any) -> None:
@@ -89,13 +79,35 @@ def check_callable(f: Any) -> None:
         raise TypeError(said or _NOT_A_FUNCTION.format(an(type(f).__name__)))
 
 
-def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
-    """A transform of `f`, with the name and the docstring of `f`."""
+def _made(cls: Any, fields: dict[str, Any]) -> Any:
+    """A transform with these fields, created without `__init__`.
+
+    In `__init__`, Equinox warns about a field such as `jax.vmap(model)`, because that
+    function hides the parameters of `model`. The warning is meant for layers, and a
+    transform is not a layer.
+    """
+    new = object.__new__(cls)
+    new.__dict__.update(fields)
+    return new
+
+
+def wrap(
+    cls: Callable[Concatenate[Any, P], Transform],
+    f: Any,
+    *args: P.args,
+    **options: P.kwargs,
+) -> Any:
+    """A transform of `f`, with the name and the docstring of `f`.
+
+    `cls`: its class. `options` are the fields of this class besides `f`, by name.
+    """
+    assert isinstance(cls, type)
+    assert not args
     check_callable(f)
     f = method_as_pytree(f)
     if cls.threads and isinstance(f, type) and issubclass(f, eqx.Module):
         raise TypeError(_A_CLASS.format(f.__name__))
-    transform = cls.made(f=f, **options)
+    transform = _made(cls, {"f": f, **options})
     if jtu.all_leaves([f]):
         return eqx.module_update_wrapper(transform)
     # `eqx.module_update_wrapper` would copy `f` if it is a model. A model has no name,
