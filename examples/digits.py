@@ -125,8 +125,8 @@ def main(path=None, *, seeds=(0, 1, 2), epochs=20, at_least=0.98):
 
     count = sum(x.size for x in jax.tree.leaves(model.filter(es.BatchStat)))
     print(f"No code passes {count} statistics, a key or the mode from layer to layer.")
-    print("They are in the model, in the rows BatchStat and Rng of this table:")
-    print(es.tabulate((model, optimizer), depth=1))
+    print("They are in the model, in the columns BatchStat and Rng:")
+    print(es.tabulate(model, depth=1))
     if path is not None:
         import _pictures  # needs matplotlib
 

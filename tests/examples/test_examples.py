@@ -22,7 +22,7 @@ SHORTENED = {
     "digits": (
         {"seeds": (0, 1), "epochs": 1, "at_least": 0.0},
         {"BATCH_SIZE": 192},
-        ["Buffer", "Parameter", "BatchStat", "Rng", "OptState"],
+        ["Buffer", "Parameter", "BatchStat", "Rng"],
     ),
     "vae": ({"epochs": 1, "better_by": -600.0}, {}, ["test images:"]),
     "transformer": (
