@@ -346,6 +346,22 @@ def test_moments_follow_their_parameters():
     assert found.others[0].mu.head.spec == P()
 
 
+def test_moments_are_created_in_the_shards_of_their_parameters():
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    shards = jax.sharding.NamedSharding(mesh, P(None, None, "data"))
+    model = eqx.tree_at(
+        lambda m: m.blocks.layers.w,
+        stacked(),
+        replace_fn=lambda w: jax.device_put(w, shards),
+    )
+    optimizer = es.Optimizer(es.per_layer(LAMB)).init(model)
+    adam = optimizer.opt_state.stacks["blocks"][0]
+    assert adam.mu.blocks.layers.w.sharding == shards
+    assert len(adam.nu.blocks.layers.b.devices()) == 1
+    # In a trace, shardings are not known.
+    jax.jit(lambda m: es.Optimizer(es.per_layer(LAMB)).init(m).opt_state)(model)
+
+
 @pytest.mark.parametrize("group", [False, True])
 def test_a_layer_that_is_appended_starts_at_zero(group):
     inject = optax.inject_hyperparams(optax.lamb, hyperparam_dtype=jnp.float32)

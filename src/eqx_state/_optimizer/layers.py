@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -103,7 +104,7 @@ def per_layer(
         optimizer = es.Optimizer(rules).init(model)
         ```
     """
-    make = None if _is_transformation(tx) else tx
+    make: Any = None if _is_transformation(tx) else tx
     if make is not None and not _is_users_function(make):
         given = getattr(tx, "__qualname__", type(tx).__qualname__)
         raise TypeError(_NOT_A_TX.format(given))
@@ -124,7 +125,8 @@ def per_layer(
                 own = ft.partial(_own_key, part, layer)
                 return jtu.tree_map(own, of(layer).init(params))
 
-            return _mapped(init_layer, part, _only(params, part))
+            own_params = _only(params, part)
+            return _placed(_mapped(init_layer, part, own_params), own_params)
 
         return _state(made, others, stacks)
 
@@ -167,15 +169,15 @@ def per_layer(
 
 
 def _is_transformation(x: Any) -> bool:
-    return isinstance(x, (optax.GradientTransformation, optax.MultiSteps))
+    is_model = isinstance(x, (type, eqx.Module))
+    return hasattr(x, "init") and hasattr(x, "update") and not is_model
 
 
 def _is_users_function(x: Any) -> bool:
     """Whether `x` may be a function of the layer, and not, say, `optax.adam` itself."""
     of_optax = str(getattr(x, "__module__", "")).partition(".")[0] == "optax"
-    return (
-        callable(x) and not isinstance(x, type) and not of_optax and jtu.all_leaves([x])
-    )
+    is_model = isinstance(x, (type, eqx.Module))
+    return callable(x) and not is_model and not of_optax
 
 
 def _by_stack(tree: PyTree) -> tuple[_Part | None, list[_Part]]:
@@ -224,6 +226,27 @@ def _mapped(f: Callable[..., Any], part: _Part, *trees: PyTree) -> Any:
         f = jax.vmap(f)
     with in_a_layer():
         return f(numbers, *trees)
+
+
+def _placed(state: PyTree, params: PyTree) -> PyTree:
+    """The state with moments in the shards of their parameters.
+
+    `jnp.zeros_like` creates them there, but not under `vmap`.
+    """
+    structure = jtu.tree_structure(params)
+    is_like = lambda x: jtu.tree_structure(x) == structure  # noqa: E731
+
+    def place(moment: Any, x: Any) -> Any:
+        is_known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        is_sharded = is_known and len(x.devices()) > 1
+        is_alike = moment.shape == x.shape
+        return jax.device_put(moment, x.sharding) if is_sharded and is_alike else moment
+
+    return jtu.tree_map(
+        lambda x: jtu.tree_map(place, x, params) if is_like(x) else x,
+        state,
+        is_leaf=is_like,
+    )
 
 
 def _own_key(part: _Part, layer: Any, x: Any) -> Any:

@@ -24,6 +24,8 @@ def optimize(model: eqx.nn.Linear, adam: Any) -> None:
 
     assert_type(es.Optimizer({es.Parameter: adam, es.Buffer: None}), es.Optimizer)
     assert_type(es.Optimizer(adam, wrt=es.trainable), es.Optimizer)
+    assert_type(es.Optimizer(es.per_layer(adam), stacks="arrays"), es.Optimizer)
+    assert_type(es.Optimizer(es.per_layer(lambda layer: adam)), es.Optimizer)
 
 
 def choose(model: eqx.nn.Linear) -> None:
