@@ -169,6 +169,59 @@ def test_only_the_function_or_rule_that_ran_writes_state(way):
     assert new.rng == jr.split(jr.key(0))[0]
 
 
+class Sine(es.Module):
+    """A rule that recomputes the forward pass, with `self` among the residuals."""
+
+    weight: es.Parameter = 2.0
+    ruled: es.State = 0
+    shift: es.State = 0.0
+
+    def wave(self, x):
+        return jnp.sin(self.weight * x + self.shift)
+
+    @es.custom_vjp
+    def __call__(self, x):
+        return self._fwd(x)[0]
+
+    def _fwd(self, x):
+        y = self.wave(x)
+        self.ruled = self.ruled + 1
+        return y, (self, x)
+
+    def _bwd(residuals, g):
+        self, x = residuals
+        return es.vjp(Sine.wave, self, x)[1](g)
+
+    __call__.defvjp(_fwd, _bwd)
+
+
+class OfMethod(Sine):
+    @es.custom_vjp
+    def __call__(self, x):
+        return self._fwd(x)[0]
+
+    def _bwd(residuals, g):
+        self, x = residuals
+        (by_x,) = es.vjp(self.wave, x)[1](g)
+        return None, by_x
+
+    __call__.defvjp(Sine._fwd, _bwd)
+
+
+@kept_by_jax
+@pytest.mark.parametrize("cls", [Sine, OfMethod])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rule_returns_self_as_a_residual_and_calls_vjp_of_a_method(way, cls):
+    (y, (new, _)), (grads, by_x) = es.value_and_grad(way, argnums=(0, 1))(cls(), X)
+    close((y, new.ruled), (jnp.sin(2 * X), 1))
+    if way is not by_vjp:
+        by_self = 2 * jnp.cos(2 * X) if cls is Sine else 0.0
+        close((grads.weight, by_x), (by_self, 2 * jnp.cos(2 * X)))
+        slope = lambda m, x: es.grad(lambda x: way(m, x))(x)[0]  # noqa: E731
+        (_, by_x), (new, _) = es.grad(slope, argnums=(0, 1))(cls(), X)
+        close((by_x, new.ruled), (-4 * jnp.sin(2 * X), 1))
+
+
 class Nested(es.Module):
     layer: Layer
     ruled: es.State = 0
