@@ -121,23 +121,20 @@ def _at_inputs(chain: tuple[str, ...], cotangents: list[Any], _: Any) -> list[An
     axes = varying_axes(token)
     replicated = [a for a in axes if any(a not in varying_axes(x) for x in others)]
     ok = jax.lax.pmin(token, tuple(replicated)) if replicated else token
-    _report(_Event(next(_ORDER), chain), (ok > 0) & ~is_finite(others))
+    made = _in_any_lane((ok > 0) & ~is_finite(others))
+    jax.debug.callback(ft.partial(_record, _Event(next(_ORDER), chain)), made)
     return cotangents
 
 
-def _report(event: _Event, made: Any) -> None:
-    # Under `jax.vmap` a callback would become one for each lane.
-    @jax.custom_batching.custom_vmap
-    def report(made: Any) -> tuple[()]:
-        jax.debug.callback(ft.partial(_record, event), made)
-        return ()
+# Under `jax.vmap`, a callback would become one for each lane.
+@jax.custom_batching.custom_vmap
+def _in_any_lane(made: Any) -> Any:
+    return made
 
-    @report.def_vmap
-    def _(size: int, is_batched: Any, made: Any) -> tuple[tuple[()], tuple[()]]:
-        _report(event, made.any(axis=0))
-        return (), ()
 
-    report(made)
+@_in_any_lane.def_vmap
+def _(size: int, is_batched: Any, made: Any) -> tuple[Any, bool]:
+    return _in_any_lane(made.any(axis=0)), False
 
 
 def _record(event: _Event, made: Any) -> None:
