@@ -35,6 +35,7 @@ RESULTS = ROOT / "docs" / "assets" / "examples"
 LAST_LINE = "\n[the output of code {}]\n"
 # Paths, progress bars, and what JAX prints when processes connect.
 NOISE = r"(?m)^(picture: |.*━━|\[Gloo\]).*\n"
+GUIDES = {"training": "guides/training.md"}  # instead of a page of the example
 HEADING = r"(?m)^#+ (.*?):? `(\w+)\.py`$"  # of `docs/examples.md`
 
 
@@ -153,7 +154,8 @@ def headings() -> dict[str, str]:
 
 
 def on_config(config: Any) -> None:
-    pages = [{title: f"examples/{name}.md"} for name, title in headings().items()]
+    found = {name: title for name, title in headings().items() if name not in GUIDES}
+    pages = [{title: f"examples/{name}.md"} for name, title in found.items()]
     (start,) = (section["Start"] for section in config.nav if "Start" in section)
     (entry,) = (entry for entry in start if "Examples" in entry)
     entry["Examples"] = ["examples.md", *pages]
@@ -166,6 +168,8 @@ def on_files(files: Any, config: Any) -> None:
         # Rank the guides before the examples, whose code contains many words.
         content = "---\nsearch:\n  boost: 0.3\n---\n" + page(name)
         made = {"md": content, "ipynb": notebook(name), "py": source(name)}
+        if name in GUIDES:
+            del made["md"]
         for suffix, text in made.items():
             uri = f"examples/{name}.{suffix}"
             files.append(File.generated(config, uri, content=text))
@@ -175,9 +179,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Link the page and the files of each example below its heading."""
     if page.file.src_uri != "examples.md":
         return markdown
-    links = r"\n\n[Code and output](examples/\2.md) · [script](examples/\2.py)"
-    links += r" · [notebook](examples/\2.ipynb)"
-    return re.sub(HEADING, rf"\g<0>{links}", markdown)
+
+    def links(heading: re.Match[str]) -> str:
+        name = heading[2]
+        path, text = f"examples/{name}.md", "Code and output"
+        if name in GUIDES:
+            path, text = GUIDES[name], "Code, explained"
+        files = f"[script](examples/{name}.py) · [notebook](examples/{name}.ipynb)"
+        return f"{heading[0]}\n\n[{text}]({path}) · {files}"
+
+    return re.sub(HEADING, links, markdown)
 
 
 if __name__ == "__main__":
