@@ -30,6 +30,7 @@ ALIASES = {
 SKIPPED = r"<(a|autoref|h1|h2|h3|pre)\b.*?</\1>"
 MARKED = r"<!-- marked: ([\d -]+) -->\n\n( *```python)"  # lines of the next block
 FRONT = r"(?s)\A---\n.*?\n---\n+"  # settings of a page
+PLOT = r'(<p>(?:<a [^>]*>)?<img alt="([^"]*)" src="[^"]*\.png"[^>]*>(?:</a>)?)</p>'
 OTHER = r"\s*(```|[#|<:!]|$)"  # paragraphs without a sentence
 CODE = r"<code>(?P<name>[a-z]\w*(?:\.\w+)+)(?:\([^<]*\))?</code>"
 
@@ -136,6 +137,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     html = re.sub("<table>.*?</table>", label, html, flags=re.DOTALL)
+    html = re.sub(PLOT, r'\1</p>\n<p class="caption">\2</p>', html)
     return link(html, ours=page.file.src_uri.startswith("api/"))
 
 

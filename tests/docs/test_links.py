@@ -133,6 +133,13 @@ def test_a_cell_of_a_table_has_the_name_of_its_column():
     ]
 
 
+def test_a_plot_has_its_description_as_a_caption():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="examples.md"))
+    plot = '<p><a href="a.png"><img alt="Loss, and samples" src="a.png" /></a></p>'
+    html = hooks.on_page_content(plot, page, {}, {})
+    assert html == f'{plot}\n<p class="caption">Loss, and samples</p>'
+
+
 @pytest.mark.parametrize(
     ("page", "link", "on_the_site"),
     [
