@@ -1,5 +1,6 @@
 """`es.per_layer`: each layer of a stack is updated as in a list of layers."""
 
+import functools as ft
 import inspect
 
 import equinox as eqx
@@ -415,6 +416,10 @@ REFUSED = {
         optax.GradientTransformation(
             LAMB.init, lambda u, s, p=None, tx=LAMB: tx.update(u, s, p)
         ),
+        "scale_by_trust_ratio",
+    ),
+    "partial": (
+        optax.GradientTransformation(LAMB.init, ft.partial(LAMB.update)),
         "scale_by_trust_ratio",
     ),
     "mask": (TXS["mask by rank"], "mask `is_matrix`"),
