@@ -378,6 +378,19 @@ def test_a_different_structure_is_an_error_that_names_the_path(
     optimizer.update(grads, model)
 
 
+def test_a_model_without_its_parameters_is_an_error_that_says_so():
+    model = stack([2, 2, 2])
+    optimizer = es.Optimizer(optax.sgd(0.1)).init(model)
+    grads = es.filter(model, es.trainable)
+    for filter in (es.State, es.path_matches("*weight")):
+        with pytest.raises(ValueError, match=r"` is `None` in the model") as caught:
+            optimizer.update(grads, es.filter(model, filter))
+        assert "refit" not in str(caught.value)
+    frozen = model.freeze(lambda m: m.layers[0])  # nothing is missing
+    with pytest.raises(ValueError, match="refit"):
+        optimizer.update(grads, frozen)
+
+
 def test_a_missing_gradient_is_an_error_that_names_the_path(net, x):
     optimizer = es.Optimizer(optax.sgd(0.1)).init(net)
     wrt = es.all_of(es.trainable, es.not_(es.path_matches("second.bias")))
