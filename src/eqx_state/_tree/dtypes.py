@@ -158,7 +158,7 @@ def holds(dtype: Any, x: Any) -> bool:
         return least <= x <= most
     own = jnp.iinfo(x.dtype)
     # Reading an array waits for its values, so compare the dtypes first.
-    if least <= own.min and own.max <= most or x.size == 0 or not is_readable(x):
+    if not is_readable(x) or x.size == 0 or least <= own.min and own.max <= most:
         return True
     values = np.asarray(x)
     return least <= int(values.min()) and int(values.max()) <= most

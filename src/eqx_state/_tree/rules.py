@@ -262,7 +262,7 @@ _NOTHING: Final = """`{}={})` selects no inexact array of the model, which has {
 parameters, {} of them frozen (`es.unfreeze`).{} `es.parts(model)` lists all names."""
 
 _NOT_INEXACT: Final = """ `{}` is `{}`, but only floats and complex numbers can be \
-trained: for a number, write `1.0` instead of `1`."""
+trained: `x.astype(float)`."""
 
 _MISPLACED: Final = """`es.{}` was passed instead of the model, or in a tuple with it. \
 Pass the model: `model, optimizer = optimizer.update(grads, model)`, and first: \
