@@ -1,5 +1,6 @@
 """`es.jit` does not keep models, arrays or tracers of a call alive."""
 
+import dataclasses
 import gc
 import weakref
 
@@ -159,10 +160,38 @@ def callable_object():
     return es.jit(value), value
 
 
+class Trainer:
+    def __init__(self):
+        self.model = model()
+
+    def step(self, x, model=None):
+        return (model or self.model).a.weight * x
+
+
+def method():
+    value = Trainer()
+    return es.jit(value.step), value
+
+
+def method_of_equal_objects():
+    @dataclasses.dataclass
+    class Equal(Trainer):
+        n: int = 0
+
+        def __post_init__(self):
+            super().__init__()
+
+    value = Equal()
+    assert value == Equal()
+    return es.jit(es.vmap(value.step)), value
+
+
 GOING = [
     static_value,
     closure,
     callable_object,
+    method,
+    method_of_equal_objects,
 ]
 
 
@@ -176,3 +205,104 @@ def test_a_value_that_only_a_function_refers_to_is_freed_with_it(make):
     for _ in range(2):  # first the function is freed, then the values in its programs
         gc.collect()
     assert gone() is None
+
+
+def test_the_arrays_of_an_object_are_freed_with_it():
+    def run():
+        trainer = Trainer()
+        for _ in range(2):
+            es.jit(trainer.step)(X)  # the arrays of the model are constants
+        return weakref.ref(trainer), weakref.ref(trainer.model.a.weight)
+
+    refs = run()
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_each_object_and_each_method_has_its_own_programs():
+    class Scale:
+        def __init__(self, by):
+            self.by, self.traces = by, []
+
+        def up(self, x):
+            self.traces.append("up")
+            return self.by * x
+
+        def down(self, x):
+            self.traces.append("down")
+            return x / self.by
+
+    one, two = Scale(2.0), Scale(4.0)
+    for _ in range(2):
+        for scale in (one, two):
+            assert jnp.array_equal(es.jit(scale.up)(X), scale.by * X)
+            assert jnp.array_equal(es.jit(scale.down)(X), X / scale.by)
+    assert one.traces == two.traces == ["up", "down"]
+
+
+def test_methods_of_objects_without_weak_references():
+    class Scale:
+        __slots__ = ("by",)
+
+        def up(self, x):
+            return self.by * x
+
+    for by in (2.0, 3.0):
+        scale = Scale()
+        scale.by = by
+        for _ in range(2):
+            assert jnp.array_equal(es.jit(scale.up)(X), by * X)
+
+
+# --- `clear_cache` --------------------------------------------------------------------
+
+
+def test_clear_cache_drops_the_programs_of_one_function():
+    traces = []
+
+    def f(m, x):
+        traces.append("f")
+        return es.mutable(m.a)(x)
+
+    @es.jit
+    def g(x):
+        traces.append("g")
+        return x
+
+    jitted = es.jit(f)
+    for times in (1, 2):
+        for _ in range(2):
+            y, layer = jitted(model(), X)
+            assert jnp.array_equal(layer.total, X)
+            assert jnp.array_equal(y, X * X)
+            g(X)
+        assert traces == ["f", "g", *["f"] * (times - 1)]
+        assert jitted.clear_cache() is None
+    assert layer.weight == 1.0
+
+
+def test_clear_cache_of_a_method_and_of_other_options():
+    traces = []
+
+    class Model(es.Module):
+        w: es.Parameter
+
+        @es.jit
+        def method(self, x):
+            traces.append(1)
+            return self.w * x
+
+    m, trainer = Model(1.0), Trainer()
+    for _ in range(2):
+        m.method(X)
+        Model.method.clear_cache()
+        assert jnp.array_equal(es.jit(trainer.step)(X), X)
+        es.jit(trainer.step).clear_cache()
+    assert len(traces) == 2
+    plain, donating = es.jit(pure), es.jit(pure, donate="all")
+    plain(model(), X)
+    programs = programs_of(pure, Options())
+    donating.clear_cache()
+    assert programs.by_key
+    plain.clear_cache()
+    assert not programs.by_key

@@ -5,7 +5,6 @@ import warnings
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import pytest
 from jit_cases import Counter, X
 
@@ -115,17 +114,6 @@ def test_an_unknown_value_of_donate_is_an_error(donate):
     match = r"`donate` is one of 'all', 'all-except-first', 'warn'"
     with pytest.raises(ValueError, match=match):
         es.jit(both, donate=donate)
-
-
-def test_an_array_that_is_donated_twice_is_named_twice():
-    layer = eqx.nn.Linear(2, 2, key=jr.key(0))
-    agent = {"q": layer, "target": layer, "step": X + 1}
-    step = es.jit(lambda agent: jax.tree.map(lambda x: 2 * x, agent), donate="all")
-    match = r"`agent\['q'\].weight`: `agent\['target'\].weight` is the same.*jnp.copy"
-    with pytest.raises(ValueError, match=match):
-        step(agent)
-    agent = step({**agent, "target": jax.tree.map(jnp.copy, layer)})
-    assert agent["q"].weight.shape == (2, 2)
 
 
 def test_an_error_of_the_function_is_not_replaced_by_one_about_donation():

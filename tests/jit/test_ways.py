@@ -112,9 +112,15 @@ def test_with_many_signatures_some_keep_the_fast_path():
 
     for n in 3 * tuple(range(12)):
         assert f(ONE, n) == n
+    programs = programs_of(f.__wrapped__, Options())
+    assert len(programs.plans) == 8
     with short_way_only():
-        for n in range(8):
+        for n in range(4):
             assert f(ONE, n) == n
+    for n in 2 * (10, 11):  # even if the plans in front are not used again
+        assert f(ONE, n) == n
+    with short_way_only():
+        assert f(ONE, 10) == 10
 
 
 def test_a_call_in_a_scope_does_not_disable_the_fast_path():

@@ -6,8 +6,9 @@ and an `Output` with the static rest, which JAX stores with the compiled program
 
 import functools as ft
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple
+import types
+from collections.abc import Callable
+from typing import Any, Final
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -15,15 +16,12 @@ import jax.tree_util as jtu
 from .._errors import an, TraceError
 from .._state.scope import is_any_open, is_owned
 from .._transforms.callables import is_wrapper_of_equinox, layer_of
-from .._transforms.lift import Lifted, Ran
+from .._transforms.lift import Lifted
 from .._transforms.reach import check_given, owned_in
-from .._transforms.transform import Transform
-from .._tree.base import keystr, ownership_of
+from .._tree.base import is_eqx_module, keystr, ownership_of
 from .._tree.walk import name_of
-from .._typing import KeyPath
-from .flattening import SLOT
 from .options import Options
-from .results import ResultBuilder
+from .results import Output, Result
 from .static import is_hashable, structure, typed
 
 
@@ -53,18 +51,34 @@ def bind(
     return bound.args, bound.kwargs
 
 
-def origin_of(f: Any) -> Any:
-    """The key under which the programs of `f` are stored: the innermost function.
+def is_of_plain_object(f: Any) -> bool:
+    """Whether `f` is a bound method of an object that is not a module.
 
-    Other callable objects are their own key, too. But for a pytree, for an object with
-    its own `__eq__`, and for one without weak references, the key is the class.
+    An object without weak references does not count: nothing can be freed with it.
     """
-    # A `functools.partial` is a static value, and its programs end with it.
-    while not isinstance(f, ft.partial) and (layer := layer_of(f)) is not None:
+    if type(f) is not types.MethodType or is_eqx_module(f.__self__):
+        return False
+    return type(f.__self__).__weakrefoffset__ != 0
+
+
+def origin_of(f: Any) -> Any:
+    """What decides which programs `f` has: the innermost function that it calls.
+
+    Other callable objects have their own programs, too. But the programs of a pytree,
+    of an object with its own `__eq__`, and of one without weak references are those of
+    its class.
+    """
+    if type(f) is types.FunctionType:  # as in most calls
+        return f
+    # A `functools.partial` is a static value, and its programs end with it. So do those
+    # of `trainer.step` with `trainer`.
+    while not (isinstance(f, ft.partial) or is_of_plain_object(f)):
+        if (layer := layer_of(f)) is None:
+            # Each call may create a new model, or a new object that equals the last.
+            is_unique = type(f).__eq__ is object.__eq__ and type(f).__weakrefoffset__
+            return f if is_unique and jtu.all_leaves([f]) else type(f)
         f = layer.inner
-    # Each call may create a new model, or a new object that is equal to the last one.
-    is_unique = type(f).__eq__ is object.__eq__ and type(f).__weakrefoffset__
-    return f if is_unique and jtu.all_leaves([f]) else type(f)
+    return f
 
 
 class JitCall:
@@ -91,53 +105,24 @@ class JitCall:
         """The arrays that are traced."""
         return [*filter(self.is_array, self.leaves), *self.inside()]
 
-    @ft.cached_property
-    def paths(self) -> list[KeyPath]:
-        """The path of each leaf in `(f, args, kwargs)`."""
-        entries, _ = jtu.tree_flatten_with_path(self.tree, is_leaf=is_owned)
-        return [path for path, _ in entries]
-
-    def names(self) -> list[str]:
-        """The name of each array, for errors of JAX."""
-        pairs = zip(self.paths, self.leaves, strict=True)
-        inside = self.lifted.values.items()
-        return [self.name(path) for path, x in pairs if self.is_array(x)] + [
-            self.lifted.name(slot) for slot, x in inside if self.is_array(x)
-        ]
-
-    def name(self, path: KeyPath) -> str:
-        """The name of a leaf, as if JAX had traced the function itself."""
-        which, below = path[0].idx, path[1:]
-        if which == 0:
-            return name_of(below) or "the function"
-        argument = below[0].key if which == 2 else f"args[{below[0].idx}]"
-        if which == 1 and below[0].idx < len(self.parameters):
-            argument = self.parameters[below[0].idx]
-        return f"{argument}{keystr(below[1:])}"
-
-    @ft.cached_property
-    def parameters(self) -> list[str]:
-        """The names of the positional parameters, if the function has a signature."""
-        f = self.given[0]
-        while isinstance(f, Transform):
-            f = f.f
-        if isinstance(f, eqx.Partial):  # into which `inspect` does not look
-            f = ft.partial(f.func, *f.args, **f.keywords)
-        try:
-            found = inspect.signature(f).parameters.values()
-        except (TypeError, ValueError):
-            return []
-        last = inspect.Parameter.POSITIONAL_OR_KEYWORD  # or a kind before it
-        return [p.name for p in found if p.kind <= last]
+    def place(self, number: int) -> str:
+        """The place of a leaf, in JAX's words."""
+        found, _ = jtu.tree_flatten_with_path(self.tree, is_leaf=is_owned)
+        which, *below = found[number][0]
+        if which.idx == 0:
+            return name_of(tuple(below)) or "the function"
+        return ("args", "kwargs")[which.idx - 1] + keystr(tuple(below))
 
     def donated(self, options: Options) -> list[int]:
         """The positions of the donated arrays."""
-        pairs = zip(self.paths, self.leaves, strict=True)
-        paths = [path for path, x in pairs if self.is_array(x)]
-        are_first = [path[0].idx == 1 and path[1].idx == 0 for path in paths]
-        return [i for i, is_first in enumerate(are_first) if options.donates(is_first)]
+        f, args, _ = self.tree
+        leaves = [
+            jtu.tree_leaves(x, is_leaf=is_owned) for x in (f, args[:1], self.tree)
+        ]
+        start, first, every = (sum(map(self.is_array, x)) for x in leaves)
+        return [i for i in range(every) if options.donates(0 <= i - start < first)]
 
-    def trace(self, *arrays: Any) -> "Result":
+    def trace(self, *arrays: Any) -> Result:
         """Run the call on these arrays, in the active trace."""
         # Check only while tracing: to walk the model in each call would be slow. The
         # `tree_unflatten` below would turn a repeated module into two.
@@ -168,7 +153,7 @@ class JitCall:
             name = name_of(ownership_of(module).path) or type(module).__qualname__
             raise TraceError(_HOLDS_OWNED.format(name))
 
-    def finish(self, result: "Result") -> Any:
+    def finish(self, result: Result) -> Any:
         """The output of the call, after its writes to the owned modules."""
         self.lifted.commit(result.ran)
         return result.output.put(result.ran.out, self.inside(), is_any_open())
@@ -179,45 +164,6 @@ that contains `{}`, a module of an `es.mutable` scope. Outputs that are not arra
 fixed when the function is traced, so later calls would return the module of the first \
 call. Return arrays or the module itself, and create the function outside: `w = \
 es.jit(lambda net: net.w)(self)`, `lambda x: w * x`."""
-
-
-class Result(NamedTuple):
-    """What a program returns; `ran.out` are the arrays of the output."""
-
-    ran: Ran
-    output: "Output"
-
-
-@jtu.register_static
-class Output:
-    """The static part of a program's output.
-
-    `inside`: the arrays of the owned modules. If the function returns one of them
-    unchanged, the call returns the caller's array and not a copy. Otherwise assigning a
-    returned module, `self.layer = layer`, would count as a write to its parameters.
-    """
-
-    def __init__(self, out: Any, inside: Iterable[Any], origin: Any):
-        leaves, treedef = jtu.tree_flatten(out)
-        slots = [SLOT if eqx.is_array(x) else x for x in leaves]
-        self.build = ResultBuilder(jtu.tree_unflatten(treedef, slots), origin)
-        # For each array its number in `inside`, or `None` if it is new.
-        numbers = {id(x): i for i, x in enumerate(inside)}
-        self.kept = [numbers.get(id(x)) for x in leaves if eqx.is_array(x)]
-        # Set after the first run of the program; `None` before.
-        self.callbacks: frozenset[str] | None = None
-
-    def arrays(self, out: Any) -> list[Any]:
-        """The arrays that the program has computed."""
-        arrays = filter(eqx.is_array, jtu.tree_leaves(out))
-        return [x for x, i in zip(arrays, self.kept, strict=True) if i is None]
-
-    def put(self, arrays: list[Any], inside: list[Any], at_once: bool) -> Any:
-        """The output of the call. `at_once`: whether to leave no module unbuilt."""
-        if inside:
-            new = iter(arrays)
-            arrays = [next(new) if i is None else inside[i] for i in self.kept]
-        return self.build(arrays, at_once)
 
 
 # --- The cache key of a call ----------------------------------------------------------
@@ -264,10 +210,7 @@ def cache_key_of(call: JitCall) -> tuple[Any, ...]:
         roots.append((structure(root.traversal.structure, static), statics, ownership))
     return (
         structure(call.treedef, static),
-        tuple(
-            leaf(x, lambda i=i: call.name(call.paths[i]))
-            for i, x in enumerate(call.leaves)
-        ),
+        tuple(leaf(x, ft.partial(call.place, i)) for i, x in enumerate(call.leaves)),
         tuple(roots),
         tuple(inside[id(module)] for module in lifted.reached),
         tuple(scope.cache_key for scope in lifted.scopes),

@@ -11,8 +11,9 @@ from .._transforms.transform import Bound, Transform, unbound, wrap
 from .._tree.walk import is_array
 from .._typing import P, R
 from .call import bind, cache_key_of, JitCall
+from .checks import raise_failed_check, unlogged, wait
 from .options import checked, Donate, Options
-from .programs import programs_of, raise_failed_check, unlogged, wait
+from .programs import programs_of
 
 
 _Q = ParamSpec("_Q")
@@ -48,6 +49,10 @@ class _Jit(Transform):
         call = JitCall(self.f, *bind(self.f, args, kwargs), is_array)
         lowered = programs_of(self.f, self.options).of(call).lower(call)
         return Lowered(lowered, self.f, cache_key_of(call))
+
+    def clear_cache(self) -> None:
+        """Drop the compiled programs: the next call traces and compiles anew."""
+        programs_of(self.f, self.options).clear()
 
 
 class _Stage:
@@ -114,6 +119,8 @@ class Jitted(Protocol[P, _R_co]):
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered: ...
 
+    def clear_cache(self) -> None: ...
+
 
 @overload
 def jit(
@@ -154,16 +161,16 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) ->
 
     **Returns:**
 
-    A function of the same arguments, with the method `.lower(*args, **kwargs)`. It is a
-    pytree, and can decorate methods.
+    A function of the same arguments. It is a pytree, and can decorate methods. As those
+    of `jax.jit`, it has the methods `.lower(*args, **kwargs)`, and `.clear_cache()`,
+    which drops the compiled programs.
 
     **Raises:**
 
     - `TypeError`: `f` cannot be called; a leaf that is not an array cannot be hashed;
         an option of `jax.jit` that counts or names arguments, such as `static_argnums`.
-    - `ValueError`: `donate` is an unknown word; donation inside `es.mutable`; a donated
-        array is also at a second path; a trace finds one stateful module twice in an
-        argument.
+    - `ValueError`: `donate` is an unknown word; donation inside `es.mutable`; a trace
+        finds one stateful module twice in an argument.
     - `es.TraceError`: `f` returns a function that closes over a module of a scope.
     - `eqx.EquinoxRuntimeError`: an `eqx.error_if` failed. The call raises it before
         anything is written to a module; inside an outer `jax.jit`, the outer call

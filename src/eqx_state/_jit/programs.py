@@ -1,186 +1,163 @@
 """The compiled programs of a function under `es.jit`, and how a call finds its program.
 
 All arrays of a call are traced; the rest is its *cache key*. Each key has one
-`Program`. The slow path computes the key, and looks up the program. While the program
-runs, it has access to the live objects of the call, in case JAX has to trace.
-
-The fast path is a `Plan`, created after the first call with a key outside any scope:
-code that collects the arrays, and an `Output` that builds the result. It does not
-search for modules. Only if JAX retraces, because a shape or a sharding changed, does it
-create a `JitCall`, which finds them.
+`Program`. The slow path computes the key, and looks up the program. The fast path is a
+`Plan`: it compares the `Form` of a call with that of an earlier one.
 """
 
 import contextlib
+import functools as ft
 import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, Final
 
-import equinox as eqx
 import jax
-import jax.core
-import jax.tree_util as jtu
 
-from .._compat import (
-    CALLBACK_LOGGER,
-    failed_check,
-    is_check,
-    Jaxpr,
-    jaxpr_of,
-    params_of,
-    PROGRAM_ERRORS,
-    run_in_program,
-)
+from .._compat import jaxpr_of, PROGRAM_ERRORS, run_in_program
 from .._state.scope import is_any_open, is_open_here
-from .call import cache_key_of, JitCall, origin_of, Output, Result
-from .code import Mismatch
+from .._transforms.callables import is_bound_method
+from .call import cache_key_of, is_of_plain_object, JitCall, origin_of
+from .checks import callbacks_in, raise_failed_check, unlogged, wait
+from .form import Form, form_of
 from .options import Options
-from .results import ArgumentFlattener
+from .results import Output, Result
+from .static import is_fixed, typed
 
 
-class _Retrace(threading.local):
-    """`new_call` creates the call on which a new trace in this thread runs.
+_NewCall = Callable[[], JitCall]
+
+
+class _Running(threading.local):
+    """How to trace, if JAX has to: the call, and what to close when it has returned.
 
     The call is not an argument of the program, because JAX would keep it alive. Always
-    set `new_call`, even if no trace is expected: if the first trace for some argument
-    types fails, JAX never uses its fast path for them again.
+    set `now`, even if no trace is expected: if the first trace for some argument types
+    fails, JAX never uses its fast path for them again.
     """
 
-    new_call: Callable[[], JitCall] | None = None
+    now: tuple[_NewCall, contextlib.ExitStack] | None = None
 
 
 class Program:
     """The compiled programs for one cache key, one for each set of shapes.
 
     Each key has its own `jax.jit`. If all keys shared one, the key would be a static
-    argument, which JAX hashes and compares in Python on every call, and the arrays
-    could not have names in errors.
+    argument, which JAX hashes and compares in Python on every call.
     """
 
     def __init__(self, call: JitCall, options: Options):
-        live = _Retrace()
+        running = _Running()
 
         def run(*arrays: Any) -> Result:
-            assert live.new_call is not None
-            return run_in_program(live.new_call().trace, *arrays)
+            assert running.now is not None
+            new_call, stack = running.now
+            stack.enter_context(unlogged())
+            stack.enter_context(options.quiet())
+            return run_in_program(new_call().trace, *arrays)
 
-        _present(run, call.origin, call.names())
+        _present(run, call.origin)
         donated = call.donated(options)
         self.jitted = jax.jit(run, donate_argnums=donated, **options.for_jax)
-        self.donated = frozenset(donated)
-        self.live = live
+        self.running = running
         self.can_raise = False
 
-    def __call__(
-        self, arrays: Sequence[Any], new_call: Callable[[], JitCall]
-    ) -> Result:
+    def __call__(self, arrays: Sequence[Any], new_call: _NewCall) -> Result:
         """Run the program on these arrays, and wait for it if it can raise.
 
         If JAX has to trace, the trace runs on `new_call()`.
         """
-        before, self.live.new_call = self.live.new_call, new_call
         try:
-            with unlogged() if self.can_raise else _UNCHANGED:
-                result = self.jitted(*arrays)
-                if result.output.callbacks is None:  # JAX has traced
-                    self._look(result.output, arrays)
-                if result.output.callbacks:
-                    wait(result.output.callbacks, arrays, result)
-            return result
+            return self._tracing(new_call, ft.partial(self._run, arrays))
         except PROGRAM_ERRORS as error:
             raise_failed_check(error)
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                _check_donated_once(arrays, self.donated, new_call)
             raise
-        finally:
-            self.live.new_call = before
+
+    def _run(self, arrays: Sequence[Any], stack: contextlib.ExitStack) -> Result:
+        if self.can_raise:
+            stack.enter_context(unlogged())
+        result = self.jitted(*arrays)
+        if result.output.callbacks is None:  # JAX has traced
+            self._look(result.output, arrays)
+        if result.output.callbacks:
+            wait(result.output.callbacks, arrays, result)
+        return result
+
+    def _tracing(self, new_call: _NewCall, run: Callable[[Any], Any]) -> Any:
+        """Call `run`, in which JAX may trace."""
+        before = self.running.now
+        with contextlib.ExitStack() as stack:
+            self.running.now = new_call, stack
+            try:
+                return run(stack)
+            finally:
+                self.running.now = before
 
     def _look(self, output: Output, arrays: Sequence[Any]) -> None:
         """Find out whether a program that JAX has just compiled can raise."""
         # With `jax_disable_jit` there is no program, and JAX would trace again.
         config: Any = jax.config
-        is_there = not config.jax_disable_jit
-        jaxpr = jaxpr_of(self.jitted, *arrays) if is_there else None
+        jaxpr = None if config.jax_disable_jit else jaxpr_of(self.jitted, *arrays)
         output.callbacks = callbacks_in(jaxpr)
         self.can_raise |= bool(output.callbacks)
 
     def lower(self, call: JitCall) -> Any:
         """Lower the program for a call, as `jax.jit(f).lower` does."""
-        before, self.live.new_call = self.live.new_call, lambda: call
-        try:
-            traced = self.jitted.trace(*call.arrays())
-        finally:
-            self.live.new_call = before
+        trace = lambda _: self.jitted.trace(*call.arrays())  # noqa: E731
+        traced = self._tracing(lambda: call, trace)
         traced.out_info.output.callbacks = callbacks_in(traced.jaxpr)
         return traced.lower()
 
 
-def _check_donated_once(
-    arrays: Sequence[Any], donated: frozenset[int], new_call: Callable[[], JitCall]
-) -> None:
-    """Raise `ValueError` if a donated array is also a second argument."""
-    first: dict[int, int] = {}
-    for i, x in enumerate(arrays):
-        j = first.setdefault(id(x), i)
-        if j < i and not donated.isdisjoint((i, j)):
-            names = new_call().names()
-            raise ValueError(_DONATED_TWICE.format(names[j], names[i])) from None
+def _present(run: Any, origin: Any) -> None:
+    """Make profiles and JAX's errors name the user's function instead of `run`.
 
-
-_DONATED_TWICE: Final = """`es.jit` cannot donate `{0}`: `{1}` is the same array. Copy \
-one of them: `target = jax.tree.map(jnp.copy, q)`. If not all leaves are arrays: \
-`target = es.map(jnp.copy, q, on=lambda part: True)`."""
-
-
-_UNCHANGED: Final = contextlib.nullcontext()
-
-
-def _present(run: Any, origin: Any, names: list[str]) -> None:
-    """Make JAX's errors name the user's function and arguments instead of `run`.
-
-    JAX finds the source of a function through `__wrapped__`, and the names of the
-    arguments in the signature. Store only the code: a reference to `origin` would keep
-    it alive.
+    JAX finds the source of a function through `__wrapped__`. Store only the code: a
+    reference to `origin` would keep it alive.
     """
+    run.__signature__ = inspect.signature(run)
     name = getattr(origin, "__name__", type(origin).__name__)
     run.__name__ = run.__qualname__ = name
-    is_function = isinstance(origin, types.FunctionType)
-    source = origin if is_function else inspect.unwrap(origin.__call__)
+    is_function = isinstance(origin, (types.FunctionType, types.MethodType))
+    source = inspect.unwrap(origin if is_function else origin.__call__)
     if (code := getattr(source, "__code__", None)) is not None:
         run.__wrapped__ = types.SimpleNamespace(__name__=name, __code__=code)
-    if len(set(names)) == len(names):  # else JAX counts: `arrays[0]`
-        kind = inspect.Parameter.POSITIONAL_ONLY
-        run.__signature__ = inspect.Signature(
-            [inspect.Parameter(_Name(name), kind) for name in names]
-        )
 
 
-class _Name(str):
-    """A name that `inspect.Parameter` accepts without being an identifier."""
+class Plan:
+    """The fast path to a program, for calls outside any scope with an equal `Form`."""
 
-    def isidentifier(self) -> bool:
-        return True
+    def __init__(self, program: Program, form: Form):
+        self.program = program
+        self.structure, self.static, self.places, _ = form
+        self.key = tuple(map(typed, form.static))
+        self.hash = hash(self.key)
+        self.are_fixed = all(map(is_fixed, form.static))
+
+    def fits(self, form: Form) -> bool:
+        """Whether a call with this form has the cache key of this program."""
+        if len(form.static) != len(self.static) or form.places != self.places:
+            return False
+        try:
+            if not self.are_fixed or not all(map(is_, form.static, self.static)):
+                key = tuple(map(typed, form.static))
+                # As in a dict: the hash of an object that was changed differs.
+                if hash(key) != self.hash or key != self.key:
+                    return False
+                self.static = form.static  # the next call probably has these objects
+            return form.structure == self.structure
+        except Exception:  # of the user's `__eq__`, with which the slow path copes
+            return False
 
 
-class Plan(NamedTuple):
-    """The fast path for calls outside any scope whose cache key occurred before."""
-
-    program: Program
-    # Raises `Mismatch` or `KeyError` for a different cache key.
-    arrays: ArgumentFlattener
-
-    @staticmethod
-    def of(call: JitCall, program: Program) -> "Plan":
-        return Plan(program, ArgumentFlattener(call.tree, call.origin))
-
-
-# Plans are expensive to create. If more cache keys than this alternate, each new plan
-# would evict the one that is needed next. Then only every hundredth call without a plan
-# creates one.
+# A function is called in a few ways: in train and eval mode, with a model that was read
+# since the last call and with one that was not. If more ways than `_MAX_PLANS` take
+# turns, the plans in front stay, and the others replace each other.
 _MAX_PLANS: Final = 8
-_PATIENCE: Final = 100
+_IN_FRONT: Final = 4
 
 
 class Programs:
@@ -190,36 +167,26 @@ class Programs:
         self.options = options
         self.by_key: dict[Any, Program] = {}
         self.plans: tuple[Plan, ...] = ()
-        self.without_plan = 0  # the number of calls without a plan
 
     def __call__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`f(*args, **kwargs)`, compiled."""
-        tree = f, args, kwargs
         # A plan does not write to modules. While a scope is open, which may own some of
         # these modules, take the slow path.
-        for plan in () if is_any_open() else self.plans:
-            try:
-                arrays = plan.arrays(tree)
-            except (Mismatch, KeyError):
-                continue
-            stack: contextlib.ExitStack | None = None
-
-            def new_call() -> JitCall:
-                nonlocal stack
-                stack = contextlib.ExitStack()
-                stack.enter_context(unlogged())
-                stack.enter_context(self.options.quiet())
-                return JitCall(f, args, kwargs)
-
-            try:
-                result = plan.program(arrays, new_call)
-            finally:
-                if stack is not None:
-                    stack.close()
+        form = None if is_any_open() else _form_of_call(f, args, kwargs)
+        if form is not None and (plan := self._plan(form)) is not None:
+            result = plan.program(form.arrays, lambda: JitCall(f, args, kwargs))
             return result.output.put(result.ran.out, [], False)
-        return self.general(f, args, kwargs)
+        return self.general(f, args, kwargs, form)
 
-    def general(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _plan(self, form: Form) -> Plan | None:
+        for i, plan in enumerate(plans := self.plans):
+            if plan.fits(form):
+                if i > 0:
+                    self.plans = (plan, *plans[:i], *plans[i + 1 :])
+                return plan
+        return None
+
+    def general(self, f: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
         """The slow path: any call, in a scope or with a new cache key."""
         call = JitCall(f, args, kwargs)
         if call.lifted.is_initializing:
@@ -227,27 +194,33 @@ class Programs:
         if self.options.donate != "none" and is_open_here():
             raise ValueError(_DONATED_IN_SCOPE.format(self.options.donate))
         program = self.of(call)
-        with unlogged(), self.options.quiet():
-            result = program(call.arrays(), lambda: call)
-        if not call.lifted.scopes:
-            self._remember(call, program)
+        result = program(call.arrays(), lambda: call)
+        # A plan must not keep the function alive.
+        if form is not None and not any(x is call.origin for x in form.static):
+            plans, new = self.plans[: _MAX_PLANS - 1], Plan(program, form)
+            self.plans = (*plans[:_IN_FRONT], new, *plans[_IN_FRONT:])
         return call.finish(result)
 
     def of(self, call: JitCall) -> Program:
         """The program for a call."""
         key = cache_key_of(call)
-        program = self.by_key.get(key)
-        if program is None:
-            program = self.by_key.setdefault(key, Program(call, self.options))
-        return program
+        found = self.by_key.get(key)
+        return found or self.by_key.setdefault(key, Program(call, self.options))
 
-    def _remember(self, call: JitCall, program: Program) -> None:
-        """Create a plan for calls like this one, unless there is one."""
-        if any(plan.program is program for plan in self.plans):
-            return
-        self.without_plan += 1
-        if len(self.plans) < _MAX_PLANS or self.without_plan % _PATIENCE == 0:
-            self.plans = (Plan.of(call, program), *self.plans[: _MAX_PLANS - 1])
+    def clear(self) -> None:
+        """Drop the programs."""
+        self.by_key, self.plans = {}, ()
+
+
+def _form_of_call(f: Any, args: Any, kwargs: Any) -> Form | None:
+    """The form of a call; `None` if JAX cannot flatten it, which the slow path says."""
+    origin = origin_of(f)
+    # The function of a method is static data of Equinox's, and would be kept alive.
+    given = (f.__self__,) if is_bound_method(f) and f is not origin else f
+    try:
+        return form_of((given, args, kwargs), origin)
+    except Exception:
+        return None
 
 
 _DONATED_IN_SCOPE: Final = """`es.jit(donate={!r})` was called inside `es.mutable`, \
@@ -255,87 +228,23 @@ which needs the old arrays of its model until it returns. Donate at top level, a
 `es.mutable`: `es.jit(step, donate='all')(model, x)`."""
 
 
-# The programs of each function. They do not refer to it, and are freed with it.
-_PROGRAMS: Final[dict[Options, weakref.WeakKeyDictionary[Any, Programs]]] = {}
+# --- The programs of each function ----------------------------------------------------
+
+
+# By the `id` of the object with which the programs are freed: the function; of a method
+# of a plain object, this object. The programs do not refer to it.
+_PROGRAMS: Final[dict[int, tuple[weakref.ref[Any], dict[Any, Programs]]]] = {}
 
 
 def programs_of(f: Any, options: Options) -> Programs:
     """The programs of the innermost function that `f` calls."""
-    origin = origin_of(f)
-    try:
-        return _PROGRAMS[options][origin]
-    except KeyError:  # if two threads get here, both use the programs of the first
-        by_origin = _PROGRAMS.setdefault(options, weakref.WeakKeyDictionary())
-        return by_origin.setdefault(origin, Programs(options))
-
-
-# --- Programs that can raise ----------------------------------------------------------
-#
-# JAX returns before a program has run, and raises an error of the program where its
-# results are used. Wait for a program that contains a callback, such as that of
-# `eqx.error_if`, so that the call itself raises the error.
-
-
-# `debug_callback` is not among them: JAX may remove it.
-_CAN_RAISE: Final = frozenset({"pure_callback", "io_callback"})
-
-
-def callbacks_in(jaxpr: Any) -> frozenset[str]:
-    """The callbacks that can raise, in a jaxpr and all jaxprs inside it.
-
-    If the jaxpr is not available (`None`), assume all of them.
-    """
-    if jaxpr is None:
-        return _CAN_RAISE
-    found, todo, seen = set(), [jaxpr], set()
-    while todo:
-        x = todo.pop()
-        if isinstance(x, (tuple, list)):
-            todo.extend(x)
-        elif isinstance(x, Jaxpr):
-            if id(x) not in seen:
-                seen.add(id(x))
-                found.update(equation.primitive.name for equation in x.eqns)
-                todo.extend(map(params_of, x.eqns))
-        elif hasattr(x, "jaxpr"):  # a closed jaxpr
-            todo.append(x.jaxpr)
-    return _CAN_RAISE & found
-
-
-def wait(callbacks: frozenset[str], arguments: Any, result: Any) -> None:
-    """Wait for a program with these callbacks."""
-    arrays = jtu.tree_leaves((arguments, result))
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return
-    jax.block_until_ready(result)
-    if "io_callback" in callbacks:  # may run after the results are ready
-        jax.effects_barrier()
-
-
-@contextlib.contextmanager
-def unlogged() -> Iterator[None]:
-    """Keep JAX from logging a failed `eqx.error_if`, which it also raises."""
-
-    def is_logged(record: Any) -> bool:
-        return not (record.exc_info and is_check(record.exc_info[1]))
-
-    CALLBACK_LOGGER.addFilter(is_logged)
-    try:
-        yield
-    finally:
-        CALLBACK_LOGGER.removeFilter(is_logged)
-
-
-def raise_failed_check(error: BaseException) -> None:
-    """Raise an `eqx.EquinoxRuntimeError` if this is the error of an `eqx.error_if`."""
-    if (check := failed_check(error)) is not None:
-        # JAX's own error is longer, but has no more information.
-        raise eqx.EquinoxRuntimeError(_FAILED_CHECK.format(*check)) from None
-
-
-_FAILED_CHECK: Final = """{}
-
-This check of `eqx.error_if` failed in a program of `es.jit` (most recent call last):
-{}
-To look at the values there, run with `EQX_ON_ERROR=breakpoint` or `JAX_DISABLE_JIT=1`.
-"""
+    owner, which = origin_of(f), None
+    if is_of_plain_object(owner):
+        owner, which = owner.__self__, owner.__func__
+    number = id(owner)
+    if number not in _PROGRAMS:
+        ref = weakref.ref(owner, lambda _: _PROGRAMS.pop(number, None))
+        # If two threads get here, both use the programs of the first.
+        _PROGRAMS.setdefault(number, (ref, {}))
+    kept, key = _PROGRAMS[number][1], (which, options)
+    return kept.get(key) or kept.setdefault(key, Programs(options))

@@ -1,25 +1,78 @@
-"""The modules of a result, which are built when they are read.
+"""The result of a program: what a trace keeps, and what each call makes of it.
 
-The outermost modules of a call's result are *unbuilt* (see `_tree/unbuilt.py`), and the
-outermost modules among the arguments of the next call may be. So the code that flattens
-or builds the whole tree treats them as leaves. If a module is still unbuilt when it is
-passed to a call, its arrays go straight in: one comparison shows that it has the
-structure and the static values for which the program was compiled.
+The outermost modules of a result are *unbuilt* (see `_tree/unbuilt.py`): each has its
+arrays, and is built when it is read. If it is passed to a call unread, the arrays go
+straight in.
 """
 
-import functools as ft
-import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._tree.unbuilt import CanBeUnbuilt, dict_of, set_dict, Unbuilt
-from .code import Mismatch
-from .flattening import build_code, flatten_code, is_plain, SLOT
-from .static import structure, typed
+from .._transforms.lift import Ran
+from .._tree.base import is_eqx_module
+from .._tree.unbuilt import CanBeUnbuilt, fields_of, set_dict, Unbuilt
+from .form import form_of, static_names
+from .static import deep_copy, is_fixed, LEAF, structure, typed
+
+
+# Stands for an array in the output of a trace. It is a plain object because JAX
+# recommends that the `__init__` of a pytree leaves these alone.
+SLOT: Final = object()
+
+
+class Result(NamedTuple):
+    """What a program returns; `ran.out` are the arrays of the output."""
+
+    ran: Ran
+    output: "Output"
+
+
+@jtu.register_static
+class Output:
+    """The static part of a program's output, which makes the output of each call.
+
+    `inside`: the arrays of the owned modules. If the function returns one of them
+    unchanged, the call returns the caller's array and not a copy. Otherwise assigning a
+    returned module, `self.layer = layer`, would count as a write to its parameters.
+    """
+
+    def __init__(self, out: Any, inside: Iterable[Any], origin: Any):
+        leaves, treedef = jtu.tree_flatten(out)
+        # For each array its number in `inside`, or `None` if it is new.
+        numbers = {id(x): i for i, x in enumerate(inside)}
+        self.kept = [numbers.get(id(x)) for x in leaves if eqx.is_array(x)]
+        slots = [SLOT if eqx.is_array(x) else x for x in leaves]
+        # Copies, because the user may change a list in place after the trace.
+        tree = treedef.unflatten(slots)
+        self.shares = any(deep_copy(x, {}) is not x for x in form_of(tree).static)
+        if self.shares:
+            slots, treedef = _with_own_statics(slots, treedef)
+            tree = treedef.unflatten(slots)
+        self.leaves, self.treedef = _with_recipes(tree, origin)
+        # Set after the first run of the program; `None` before.
+        self.callbacks: frozenset[str] | None = None
+
+    def arrays(self, out: Any) -> list[Any]:
+        """The arrays that the program has computed."""
+        arrays = filter(eqx.is_array, jtu.tree_leaves(out))
+        return [x for x, i in zip(arrays, self.kept, strict=True) if i is None]
+
+    def put(self, arrays: list[Any], inside: list[Any], at_once: bool) -> Any:
+        """The output of the call. `at_once`: whether to leave no module unbuilt."""
+        if inside:
+            new = iter(arrays)
+            arrays = [next(new) if i is None else inside[i] for i in self.kept]
+        leaves, treedef = self.leaves, self.treedef
+        if self.shares:
+            leaves, treedef = _with_own_statics(leaves, treedef)
+        return treedef.unflatten(_filled(leaves, arrays, at_once))
+
+
+# --- Modules that are built when they are read ----------------------------------------
 
 
 class Structure:
@@ -37,12 +90,31 @@ _STRUCTURES: Final = weakref.WeakValueDictionary[Any, Structure]()
 _FEW: Final = 8
 
 
-def structure_of(origin: Any, module: eqx.Module) -> Structure | None:
-    """The structure of a module; `None` if the module is always built at once.
+class Recipe:
+    """How to make a module of a result from its arrays."""
+
+    def __init__(self, cls: type, leaves: list[Any], treedef: Any, structure: object):
+        self.cls, self.leaves, self.treedef = cls, leaves, treedef
+        self.structure = structure
+        self.size = sum(x is SLOT for x in leaves)
+
+    def make_unbuilt(self, arrays: Sequence[Any]) -> Any:
+        """The module with these arrays, unbuilt."""
+        module = object.__new__(self.cls)
+        set_dict(module, Unbuilt(arrays, self.make, self.structure))
+        return module
+
+    def make(self, arrays: Sequence[Any]) -> Any:
+        """The module with these arrays, with its fields."""
+        return self.treedef.unflatten(_filled(self.leaves, arrays, True))
+
+
+def _recipe(module: Any, origin: Any) -> Recipe | None:
+    """How to make a module; `None` if it is always built at once.
 
     That is: a module of few arrays; one with static values that can change in place, or
     with nodes that the user's code unflattens; a class with its own `__getattribute__`,
-    or with a `__del__`, which would run twice. A structure would keep the called
+    or with a `__del__`, which would run twice. A `Structure` would keep the called
     function, `origin`, alive, so a module that contains it has none.
     """
     cls = type(module)
@@ -50,143 +122,68 @@ def structure_of(origin: Any, module: eqx.Module) -> Structure | None:
     if not is_ours or hasattr(cls, "__del__"):
         return None
     leaves, treedef = jtu.tree_flatten(module)
-    statics = [None if _is_array(x) else (x,) for x in leaves]
-    if statics.count(None) < _FEW or not is_plain(module, origin):
+    nodes, statics = structure(treedef), form_of(module).static
+    is_plain = all(x is LEAF or issubclass(x[0], _ORDINARY) for x in nodes)
+    is_plain &= all(is_fixed(x) and deep_copy(x, {}) is x for x in statics)
+    is_plain &= all(x is not origin for x in statics)
+    if not is_plain or sum(x is SLOT for x in leaves) < _FEW:
         return None
-    key = structure(treedef), tuple(x if x is None else typed(x[0]) for x in statics)
-    return _STRUCTURES.setdefault(key, Structure())
+    key = nodes, tuple(map(typed, leaves))
+    return Recipe(cls, leaves, treedef, _STRUCTURES.setdefault(key, Structure()))
 
 
-def _is_array(x: Any) -> bool:
-    return x is SLOT or eqx.is_array(x)
+# The nodes that JAX and Equinox unflatten.
+_ORDINARY: Final = (list, tuple, dict, type(None), eqx.Module)
 
 
-def _by_structure(modules: list[tuple[int, Any, Any]]) -> Iterable[tuple[Any, Any]]:
-    """One module for each structure."""
-    return {s: x for _, x, s in modules}.items()
+def _with_recipes(tree: Any, origin: Any) -> tuple[list[Any], Any]:
+    """The leaves and the treedef, with recipes as leaves for the outermost modules."""
+    recipes: dict[int, Recipe] = {}
+
+    def has_recipe(x: Any) -> bool:
+        if (recipe := _recipe(x, origin)) is None:
+            return False
+        recipes[id(x)] = recipe
+        return True
+
+    leaves, treedef = jtu.tree_flatten(tree, is_leaf=has_recipe)
+    return [recipes.get(id(x), x) for x in leaves], treedef
 
 
-class Recipe:
-    """How to make one of the modules of a result.
+def _filled(leaves: list[Any], arrays: Sequence[Any], at_once: bool) -> Iterator[Any]:
+    """The leaves, with these arrays."""
+    start = 0
+    for x in leaves:
+        if x is SLOT:
+            yield arrays[start]
+            start += 1
+        elif type(x) is Recipe:
+            make = x.make if at_once else x.make_unbuilt
+            yield make(arrays[start : start + x.size])
+            start += x.size
+        else:
+            yield x
 
-    `module`: has a `SLOT` for each array. The code that makes the module is generated
-    when a result is read for the first time.
+
+# --- Static values that can change in place -------------------------------------------
+
+
+def _with_own_statics(leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
+    """The same leaves and treedef, with copies of static values that can change.
+
+    Two modules that share a list share its copy, too.
     """
+    memo: dict[int, Any] = {}
 
-    def __init__(self, module: Any, structure: Structure):
-        self.module, self.structure = module, structure
-        self.size = sum(x is SLOT for x in jtu.tree_leaves(module))
+    def copy_fields(node: Any) -> bool:
+        if is_eqx_module(node):
+            fields = fields_of(node)
+            for name in static_names(type(node)):
+                if name in fields:
+                    fields[name] = deep_copy(fields[name], memo)
+        return False
 
-    def make_unbuilt(self, arrays: Sequence[Any]) -> Any:
-        """The module with these arrays, unbuilt."""
-        module = object.__new__(type(self.module))
-        set_dict(module, Unbuilt(arrays, self.make, self.structure))
-        return module
-
-    def make(self, arrays: Sequence[Any]) -> Any:
-        """The module with these arrays, with its fields."""
-        return without_collection(self._code, arrays)
-
-    @ft.cached_property
-    def _code(self) -> Callable[[Sequence[Any]], Any]:
-        return build_code(self.module)[0]
-
-
-class ResultBuilder:
-    """Makes the output of a call, whose outermost modules may be unbuilt.
-
-    `tree`: has a `SLOT` for each array.
-    """
-
-    def __init__(self, tree: Any, origin: Any):
-        self.code, modules = build_code(tree, ft.partial(structure_of, origin))
-        recipes = {s: Recipe(x, s) for s, x in _by_structure(modules)}
-        self.recipes = [(number, recipes[s]) for number, _, s in modules]
-
-    def __call__(self, arrays: Sequence[Any], at_once: bool) -> Any:
-        """`arrays`: in JAX's order. `at_once`: whether to leave no module unbuilt."""
-        leaves: list[Any] = []
-        end = 0
-        for number, recipe in self.recipes:
-            start = end + number - len(leaves)  # arrays outside of these modules
-            leaves += arrays[end:start]
-            end = start + recipe.size
-            make = recipe.make if at_once else recipe.make_unbuilt
-            leaves.append(make(arrays[start:end]))
-        leaves += arrays[end:]
-        return without_collection(self.code, leaves)
-
-
-class _Argument(NamedTuple):
-    """The place of a module that may be unbuilt, in the arguments of a call."""
-
-    number: int  # of the leaf
-    cls: type
-    structure: Structure
-    code: Callable[[Any], Sequence[Any]]
-
-
-class ArgumentFlattener:
-    """Collects the arrays of a tree in JAX's order.
-
-    It raises `Mismatch` or `KeyError` for a tree that differs from `tree` in more than
-    its arrays. The tree may contain unbuilt modules. The flattener does not keep
-    `origin` alive.
-    """
-
-    def __init__(self, tree: Any, origin: Any):
-        find = ft.partial(structure_of, origin)
-        self.code, modules = flatten_code(tree, origin, find)
-        codes = {s: flatten_code(x, origin)[0] for s, x in _by_structure(modules)}
-        self.arguments = [_Argument(n, type(x), s, codes[s]) for n, x, s in modules]
-        self.types = {type(x) for x in jtu.tree_leaves(tree) if eqx.is_array(x)}
-
-    def __call__(self, tree: Any) -> Sequence[Any]:
-        leaves = self.code(tree)
-        arrays: list[Any] = []
-        start = 0
-        for argument in self.arguments:
-            end = argument.number
-            if start < end:
-                arrays += self._checked(leaves[start:end])
-            start = end + 1
-            if type(module := leaves[end]) is not argument.cls:
-                raise Mismatch
-            fields = dict_of(module)
-            # After `object.__setattr__`, the arrays are no longer those of the module.
-            is_unread = type(fields) is Unbuilt and not fields
-            if is_unread and fields.structure is argument.structure:
-                arrays += fields.arrays
-            else:
-                arrays += self._checked(argument.code(module))
-        if start < len(leaves):
-            arrays += self._checked(leaves[start:])
-        return arrays
-
-    def _checked(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        is_known = self.types.issuperset(map(type, arrays))
-        if not is_known and not all(map(eqx.is_array, arrays)):
-            raise Mismatch
-        return arrays
-
-
-def without_collection(
-    code: Callable[[Sequence[Any]], Any], given: Sequence[Any]
-) -> Any:
-    """Make a tree, with garbage collection disabled if the tree is large.
-
-    Each module allocates two tracked objects, so a large tree would trigger collections
-    that traverse everything made so far. The caller usually drops the old tree right
-    afterwards, so the total hardly changes.
-    """
-    if len(given) < _MANY or not gc.isenabled():
-        return code(given)
-    gc.disable()
-    try:
-        return code(given)
-    finally:
-        gc.enable()
-
-
-# Python starts a collection after 700 new objects, so a smaller tree rarely does.
-_MANY: Final = 100
+    own = [deep_copy(x, memo) for x in leaves]
+    tree = treedef.unflatten([SLOT if type(x) is Recipe else x for x in own])
+    # JAX looks before it flattens a node. These modules are new: nobody has seen them.
+    return own, jtu.tree_structure(tree, is_leaf=copy_fields)

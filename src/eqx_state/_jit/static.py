@@ -5,6 +5,7 @@ them is wrong for the others.
 """
 
 import collections
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Final
@@ -13,7 +14,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
 
-from .._tree.compare import same
+from .._tree.compare import identical, same
 
 
 def typed(x: Any) -> Any:
@@ -24,7 +25,7 @@ def typed(x: Any) -> Any:
     compare = type(x).__eq__  # a subclass may define its own
     if type(x) in _ATOMS or (compare is object.__eq__ and is_hashable(x)):
         return type(x), x
-    if compare in (tuple.__eq__, list.__eq__):
+    if compare in (tuple.__eq__, list.__eq__, collections.deque.__eq__):
         return type(x), tuple(map(typed, x))
     if compare in (frozenset.__eq__, set.__eq__):
         return type(x), frozenset(map(typed, x))
@@ -35,14 +36,14 @@ def typed(x: Any) -> Any:
         return slice, typed(x.start), typed(x.stop), typed(x.step)
     if compare is complex.__eq__:
         return type(x), typed(x.real), typed(x.imag)
-    if isinstance(x, np.generic):
-        return type(x), x.dtype, x.tobytes()  # datetime64 has a unit in its dtype
     if compare is float.__eq__:
         return type(x), x.hex()
+    if isinstance(x, (np.generic, np.ndarray)) and not x.dtype.hasobject:
+        return type(x), x.dtype, x.shape, x.tobytes()  # `x.dtype` may have a unit
     if (names := _compared_fields(type(x))) is not None:
         return type(x), tuple(typed(getattr(x, name, None)) for name in names)
     if not is_hashable(x):
-        return type(x), _ByEquality(x)
+        return type(x), _ByEquality(deep_copy(x, {}))  # `x` may change in place
     if compare is eqx.Module.__eq__:
         leaves, treedef = jtu.tree_flatten(x)
         return structure(treedef), tuple(map(typed, leaves))
@@ -60,7 +61,7 @@ def structure(treedef: Any, static: Callable[[Any], Any] = typed) -> Any:
     while todo:
         treedef = todo.pop()
         if (data := treedef.node_data()) is None:
-            nodes.append(_LEAF)
+            nodes.append(LEAF)
             continue
         cls, aux = data
         # `aux` is a list for a dict (its keys), and a tuple for a module.
@@ -74,7 +75,7 @@ def structure(treedef: Any, static: Callable[[Any], Any] = typed) -> Any:
     return tuple(nodes)
 
 
-_LEAF: Final = "leaf"
+LEAF: Final = "leaf"
 
 
 def _compared_fields(cls: type) -> tuple[str, ...] | None:
@@ -99,11 +100,6 @@ def is_hashable(x: Any) -> bool:
     return True
 
 
-def can_change(x: Any) -> bool:
-    """Whether `x` is one of Python's containers that can change in place."""
-    return isinstance(x, (list, dict, set))
-
-
 def is_fixed(x: Any) -> bool:
     """Whether `x` remains equal to the same values for as long as it exists.
 
@@ -111,9 +107,9 @@ def is_fixed(x: Any) -> bool:
     be hashed.
     """
     cls = type(x)
-    if cls.__eq__ is object.__eq__:  # equal only to itself
+    if cls in _ATOMS or cls.__eq__ is object.__eq__:  # equal only to itself
         return True
-    if can_change(x) or not is_hashable(x):
+    if isinstance(x, _CONTAINERS) or not is_hashable(x):
         return False
     if cls.__eq__ in (tuple.__eq__, frozenset.__eq__):
         return all(map(is_fixed, x))
@@ -124,9 +120,52 @@ def is_fixed(x: Any) -> bool:
     return owner.__module__.partition(".")[0] in _IMMUTABLE
 
 
+# Containers that can change in place.
+_CONTAINERS: Final = (list, dict, set, collections.deque)
+
 # Packages whose classes with an `__eq__` are immutable if they can be hashed: treedefs,
 # dtypes, shardings, filters.
 _IMMUTABLE: Final = frozenset({"builtins", "eqx_state", "jax", "jaxlib", "numpy"})
+
+
+def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
+    """`x`, with copies of all containers, dataclasses and NumPy arrays that can change.
+
+    Anything else remains the same object: a function, or an object that is equal only
+    to itself. Equal `id`s in `memo` get the same copy.
+    """
+    if type(x) in _ATOMS or type(x).__eq__ is object.__eq__:
+        return x
+    if id(x) not in memo:
+        memo[id(x)] = _copied(x, memo)
+    return memo[id(x)]
+
+
+def _copied(x: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(x, (tuple, frozenset)):
+        below = [deep_copy(y, memo) for y in x]
+        return x if identical(below, [*x]) else getattr(x, "_make", type(x))(below)
+    if dataclasses.is_dataclass(x) and not isinstance(x, eqx.Module):
+        return _copied_dataclass(x, memo)
+    if not isinstance(x, (*_CONTAINERS, np.ndarray)):
+        return x
+    new: Any = copy.copy(x)
+    if isinstance(x, (list, dict, collections.deque)):
+        for key in x if isinstance(x, dict) else range(len(x)):
+            new[key] = deep_copy(x[key], memo)
+    return new
+
+
+def _copied_dataclass(x: Any, memo: dict[int, Any]) -> Any:
+    names = [f.name for f in dataclasses.fields(x) if hasattr(x, f.name)]
+    old = [getattr(x, name) for name in names]
+    new = [deep_copy(y, memo) for y in old]
+    if type(x).__dataclass_params__.frozen and identical(old, new):
+        return x
+    copied = copy.copy(x)
+    for name, y in zip(names, new, strict=True):
+        object.__setattr__(copied, name, y)
+    return copied
 
 
 class _ByEquality:

@@ -130,6 +130,8 @@ def check_functions(model: Model, x: Array) -> None:
 
     es.jit(loss).lower(model, x).compile()
     Model.jitted.lower(model, x, n=2).as_text()
+    assert_type(es.jit(loss).clear_cache(), None)
+    Model.jitted.clear_cache()
 
     assert_type(es.checkpoint(loss)(model, x, n=2), Array)
     assert_type(es.checkpoint(model, prevent_cse=False)(x, scale=2.0), Array)
