@@ -17,8 +17,9 @@ from ._state.lazy import check_not_a_class, check_ready
 from ._tree.base import is_eqx_module
 from ._tree.compare import is_hole, leaves_like
 from ._tree.filters import bind_to_visits, check_filter, Filter
+from ._tree.followers import AbstractPerParameter
 from ._tree.keys import copied
-from ._tree.rules import AbstractPerParameter, check_names, nothing_selected
+from ._tree.rules import check_names, nothing_selected
 from ._tree.select import fill
 from ._tree.walk import copy_tree, is_array, leaves
 from ._typing import PyTree

@@ -16,6 +16,7 @@ from .._compat import boundary
 from .._kinds.kinds import Kind, Parameter, State
 from .._state.init import as_initialized
 from .._state.lazy import check_not_a_class, Initializer
+from .._state.observe import Observer, ProgramKey
 from .._state.scope import Scope
 from .._state.write import kind_at
 from .._transforms.callables import receiver
@@ -25,7 +26,6 @@ from .._transforms.transform import method_as_pytree
 from .._tree.base import has_inference, is_eqx_module, is_module
 from .._tree.filters import bind, trainable
 from .._tree.modes import eval
-from .._tree.observe import Observer, ProgramKey
 from .._tree.parts import parts
 from .._tree.walk import is_array, name_of, Visit, walk
 from .._typing import KeyPath, PyTree

@@ -16,9 +16,10 @@ import numpy as np
 from .._errors import an
 from .._state.lazy import check_usable
 from .._tree.filters import Filter
+from .._tree.followers import recorded_models
 from .._tree.keys import is_typed
 from .._tree.parts import layer_of, LayerPart
-from .._tree.rules import check_filters, recorded_models
+from .._tree.rules import check_filters
 from .._typing import PyTree, Tree
 from .reading import (
     ABOUT,

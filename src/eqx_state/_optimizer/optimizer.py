@@ -23,14 +23,10 @@ from .._tree.compare import (
 )
 from .._tree.dtypes import NUMBERS, to_strong
 from .._tree.filters import check_filter, Filter, TO_TRAIN, trainable
+from .._tree.followers import AbstractPerParameter
 from .._tree.keys import copied
 from .._tree.parts import is_inexact
-from .._tree.rules import (
-    AbstractPerParameter,
-    check_rules,
-    misplaced,
-    nothing_selected,
-)
+from .._tree.rules import check_rules, misplaced, nothing_selected
 from .._tree.select import filter, update
 from .._tree.walk import copy_tree, leaves
 from .._typing import PyTree, Tree

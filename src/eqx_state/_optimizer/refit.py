@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._tree.context import Stacks
+from .._tree.followers import AbstractPerParameter, parameters_of
 from .._tree.parts import Index, indices, is_split, layer_of, layer_path, Part
-from .._tree.rules import AbstractPerParameter, parameters_of
 from .._tree.walk import leaves, name_of
 from .._typing import KeyPath
 from .layers import PerLayerState

@@ -10,7 +10,7 @@ from .._kinds.kinds import OptState
 from .._tree.base import Placeholder
 from .._tree.compare import is_hole
 from .._tree.context import AxesAbove
-from .._tree.rules import parameters_of, recorded_models
+from .._tree.followers import parameters_of, recorded_models
 from .._tree.walk import is_array, name_of, Visit, walk
 from .._typing import KeyPath, PyTree, Tree
 

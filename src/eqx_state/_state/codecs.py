@@ -13,10 +13,10 @@ import equinox as eqx
 import numpy as np
 
 from .._tree.dtypes import as_jax, fits_jax, is_numeric
-from .._tree.observe import Observer, tag, untagged
-from .._tree.shared import ScopedShared, unscoped
 from .._tree.walk import copy_tree, is_array, is_numpy, modules_in, name_of, Visit
 from .._typing import KeyPath, PyTree, Tree
+from .observe import Observer, tag, untagged
+from .shared import ScopedShared, unscoped
 
 
 class Codec:

@@ -15,7 +15,6 @@ from .._compat import has_escaped
 from .._errors import TraceError
 from .._tree.base import is_module, ownership_of
 from .._tree.compare import check_apart, check_not_repeated, same
-from .._tree.shared import ScopedShared
 from .._tree.walk import (
     drop_cached,
     flatten,
@@ -26,6 +25,7 @@ from .._tree.walk import (
 )
 from .codecs import snapshot
 from .scope import is_owned, Scope
+from .shared import ScopedShared
 from .write import kind_at, kind_message
 
 

@@ -24,8 +24,8 @@ from .._tree.base import (
 from .._tree.compare import check_not_repeated
 from .._tree.context import Context, ROOT
 from .._tree.dtypes import dtype_for, NUMBERS, strengthen
+from .._tree.followers import AbstractPerParameter
 from .._tree.keys import key_at
-from .._tree.rules import AbstractPerParameter
 from .._tree.walk import name_of, Traversal, traverse, Visit, walk
 from .._typing import KeyPath
 

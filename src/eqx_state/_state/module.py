@@ -34,11 +34,11 @@ from .._tree.base import (
     is_module,
     ownership_of,
 )
-from .._tree.call_names import name_calls
 from .._tree.compare import check_not_repeated
 from .._tree.dtypes import strengthen_field
 from .._tree.filters import Filter
 from . import init, lazy
+from .call_names import name_calls
 from .sow import sow
 from .write import frozen_error, no_field_message, write
 

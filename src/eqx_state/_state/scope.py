@@ -19,7 +19,7 @@ import jax.tree_util as jtu
 
 from .._compat import trace_state
 from .._errors import show
-from .._kinds.kinds import State
+from .._kinds.kinds import is_kind, State
 from .._tree.base import (
     BaseModule,
     is_eqx_module,
@@ -32,13 +32,26 @@ from .._tree.compare import difference
 from .._tree.context import Context
 from .._tree.dtypes import fit_leaf, same_type, to_strong
 from .._tree.keys import is_key
-from .._tree.observe import Observer, OBSERVING
 from .._tree.walk import is_array, name_of, Traversal, traverse
 from .._typing import KeyPath
 from .codecs import Codec, Numpy, Shared, Tags
+from .observe import Observer, OBSERVING
 
 
 Kinds = tuple[type, ...]
+
+
+def as_kinds(kinds: Any, caller: str) -> Kinds:
+    """The kinds that may be written, as a tuple."""
+    given = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
+    for kind in given:
+        if not is_kind(kind):
+            raise TypeError(_KINDS.format(caller, repr(kind)))
+    return given
+
+
+_KINDS: Final = """`{}(..., kinds={})`: `kinds` must be a kind such as `es.State`, or \
+a tuple of kinds; `es.TreePart` allows all."""
 
 
 def is_any_open() -> bool:

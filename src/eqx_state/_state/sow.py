@@ -15,9 +15,9 @@ from .._compat import has_escaped, out_of_vmaps
 from .._errors import show, TraceError
 from .._tree.base import BaseModule, ownership_of
 from .._tree.dtypes import as_jax, is_numeric
-from .._tree.observe import OBSERVING
 from .._tree.walk import is_numpy, name_of, walk
 from .._typing import KeyPath, PyTree
+from .observe import OBSERVING
 from .scope import is_any_open, is_owned, Ownership, Reports, Scope
 from .write import trace_message
 

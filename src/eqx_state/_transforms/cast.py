@@ -8,6 +8,7 @@ unwritten arrays are the caller's own again, and written arrays are cast back.
 from collections.abc import Hashable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -16,7 +17,7 @@ from .._errors import show
 from .._kinds.kinds import Buffer, Parameter
 from .._state.codecs import Codec
 from .._state.lazy import check_initialized
-from .._tree.dtypes import as_inside, canonical
+from .._tree.dtypes import canonical, is_weak
 from .._tree.filters import filter_text
 from .._tree.rules import check_rules, choose
 from .._tree.walk import is_array, leaves
@@ -59,12 +60,31 @@ class CastCodec(Codec):
         return new
 
     def write(self, old: Any, new: Any, path: KeyPath) -> Any:
-        return as_inside(old, new, self.outer.get(path))
+        return _as_inside(old, new, self.outer.get(path))
 
     def restore(self, new: Any, given: Any) -> Any:
         if not _is_real(new) or not is_array(given):
             return new
         return new.astype(canonical(given.dtype))
+
+
+def _as_inside(old: Any, new: Any, own: Any) -> Any:
+    """`new` in the dtype that `old` has inside a `cast`, unless `new` is too wide.
+
+    `own` is the dtype outside the call, to which the value is cast back; `None` if the
+    `cast` does not change it. A float that is wider than `own`, or than `old` if `own`
+    is `None`, is returned unchanged, so that it is rejected, as without a `cast`.
+    Numbers and weak types are unchanged, too: they are cast anyway.
+    """
+    if not is_array(old) or not eqx.is_array(new) or is_weak(new):
+        return new
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (old, new)):
+        return new
+    inside, given = canonical(old.dtype), canonical(new.dtype)
+    widest = inside if own is None else canonical(own)
+    with jax.numpy_dtype_promotion("standard"):
+        fits = jnp.promote_types(given, widest) == widest
+    return jnp.asarray(new).astype(inside) if fits and given != inside else new
 
 
 def _is_real(x: Any) -> bool:

@@ -18,7 +18,7 @@ from .._kinds.kinds import State
 from .._state.codecs import snapshot
 from .._state.lazy import check_ready
 from .._state.lost import note_written
-from .._state.scope import is_any_open, is_owned, Kinds, Scope, Sown
+from .._state.scope import as_kinds, is_any_open, is_owned, Kinds, Scope, Sown
 from .._state.sow import reporting
 from .._tree.filters import (
     bind_to_visits,
@@ -36,7 +36,7 @@ from .clashes import check_not_replaced
 from .lift import Lifted
 from .mutable import run_on_copy
 from .roots import by_entry, Values
-from .target import Argnums, as_argnums, as_kinds, target
+from .target import Argnums, as_argnums, target
 from .transform import Transform, with_aux, wrap
 
 

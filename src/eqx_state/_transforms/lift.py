@@ -31,12 +31,12 @@ from .._errors import NotInitializedError, show, TraceError
 from .._state.copy import Collected, leave, OwnedTree
 from .._state.init import check_created, Created, InitScope
 from .._state.lazy import check_initialized
+from .._state.observe import OBSERVING
 from .._state.scope import own, Scope, Sown
 from .._state.sow import carried_out
 from .._state.write import trace_message
 from .._tree.base import is_module, ownership_of, set_ownership
 from .._tree.compare import same
-from .._tree.observe import OBSERVING
 from .._tree.walk import flatten, Visit
 from .clashes import check_not_covered, check_written_once
 from .entries import check_unchanged, contents_in

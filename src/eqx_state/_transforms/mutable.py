@@ -10,12 +10,12 @@ from .._errors import an
 from .._kinds.kinds import State
 from .._state.copy import PrivateCopy
 from .._state.lazy import check_usable
-from .._state.scope import Kinds, Scope
+from .._state.scope import as_kinds, Kinds, Scope
 from .._tree.base import BaseModule, FLAGS, is_eqx_module
 from .._tree.walk import name_of, Traversal, Visit
 from .._typing import P, R
 from .cast import as_cast, Cast, CastLike, codecs_of
-from .target import Argnums, as_argnums, as_kinds, target
+from .target import Argnums, as_argnums, target
 from .transform import Transform, wrap
 
 

@@ -9,8 +9,6 @@ import operator
 from collections.abc import Callable
 from typing import Any, Final
 
-from .._kinds.kinds import is_kind
-from .._state.scope import Kinds
 from .._tree.walk import flatten
 from .callables import bound_arguments, receiver
 
@@ -90,15 +88,6 @@ def positions(args: tuple[Any, ...], argnums: Any, caller: str) -> list[int]:
     return numbers
 
 
-def as_kinds(kinds: Any, caller: str) -> Kinds:
-    """The kinds that may be written, as a tuple."""
-    given = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
-    for kind in given:
-        if not is_kind(kind):
-            raise TypeError(_KINDS.format(caller, repr(kind)))
-    return given
-
-
 _ARGNUMS: Final = """`{}(..., argnums={})`: `argnums` is the position of a positional \
 argument, an integer, or a tuple of them."""
 
@@ -127,6 +116,3 @@ Do not pass it again:
 
     {0}(model.{1})(model, x)      # wrong
     {0}(model.{1})(x)             # right"""
-
-_KINDS: Final = """`{}(..., kinds={})`: `kinds` must be a kind such as `es.State`, or \
-a tuple of kinds; `es.TreePart` allows all."""

@@ -9,7 +9,6 @@ a different dtype is an error rather than a silent conversion.
 
 from typing import Any, Final
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,25 +120,6 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
         given = repr(new) if is_number else f"an integer in `{show(new)}`"
         raise ValueError(_RANGE.format(name, given, show(old)))
     return new if is_numpy(new) else jnp.asarray(new, dtype=dtype)
-
-
-def as_inside(old: Any, new: Any, own: Any) -> Any:
-    """`new` in the dtype that `old` has inside a `cast`, unless `new` is too wide.
-
-    `own` is the dtype outside the call, to which the value is cast back; `None` if the
-    `cast` does not change it. A float that is wider than `own`, or than `old` if `own`
-    is `None`, is returned unchanged, so that it is rejected, as without a `cast`.
-    Numbers and weak types are unchanged, too: they are cast anyway.
-    """
-    if not is_array(old) or not eqx.is_array(new) or is_weak(new):
-        return new
-    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (old, new)):
-        return new
-    inside, given = canonical(old.dtype), canonical(new.dtype)
-    widest = inside if own is None else canonical(own)
-    with jax.numpy_dtype_promotion("standard"):
-        fits = jnp.promote_types(given, widest) == widest
-    return jnp.asarray(new).astype(inside) if fits and given != inside else new
 
 
 def holds(dtype: Any, x: Any) -> bool:

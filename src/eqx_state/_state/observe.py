@@ -22,10 +22,10 @@ from typing import Any, Final
 import equinox as eqx
 
 from .._compat import MISSING
+from .._tree.base import OnlyInScope
+from .._tree.unbuilt import fields_of
+from .._tree.walk import copy_tree, walk
 from .._typing import PyTree, Tree
-from .base import OnlyInScope
-from .unbuilt import fields_of
-from .walk import copy_tree, walk
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._compat import shared_node
+from .._tree.base import OnlyInScope
+from .._tree.walk import copy_tree, flatten
 from .._typing import Tree
-from .base import OnlyInScope
-from .walk import copy_tree, flatten
 
 
 class ScopedShared(eqx.nn.Shared, OnlyInScope):

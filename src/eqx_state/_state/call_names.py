@@ -7,7 +7,7 @@ from typing import Any, Final
 import jax
 import jax.tree_util as jtu
 
-from .base import keystr, ownership_of
+from .._tree.base import keystr, ownership_of
 
 
 # The class attribute for the function that names the calls of a class. In a tuple,
