@@ -160,7 +160,6 @@ class Holder(es.Module):
         (jax.ShapeDtypeStruct((), jr.key(0).dtype), es.Rng),
         (jr.PRNGKey(0), None),
     ],
-    ids=repr,
 )
 def test_the_kind_of_an_array_without_a_declaration_and_with_one(value, kind):
     class Declared(es.Module):

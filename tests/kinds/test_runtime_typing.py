@@ -46,7 +46,7 @@ def test_shapes_and_dtypes_inside_a_kind_are_checked(hooked, base):
 
 
 @pytest.mark.parametrize("base", ["Bare", "PlainBare"])
-@pytest.mark.parametrize("value", [jr.key(0), {"a": ONE}, None, "text"], ids=str)
+@pytest.mark.parametrize("value", [jr.key(0), {"a": ONE}, None, "text"], ids=type)
 def test_bare_kinds_accept_any_value(hooked, base, value):
     assert getattr(hooked, base)(value, value).b is value
 
