@@ -14,6 +14,7 @@ from .._errors import NotInitializedError
 from .._kinds.kinds import OptState
 from .._state.lazy import check_not_a_class, check_ready
 from .._state.lost import warn_if_lost
+from .._state.marks import left_out, marked
 from .._tree.base import is_module
 from .._tree.compare import (
     difference,
@@ -249,9 +250,11 @@ class Optimizer(AbstractPerParameter):
         updates, state = tx.update(grads, state, params, **extra)
         check_updates(params, updates)
         state = jtu.tree_map(to_strong, state)
+        state = marked(state, self.opt_state, lambda: "optimizer")
         made = dataclasses.replace(made, opt_state=jtu.tree_structure(state))
         optimizer = self._with(state, made)
         if apply_updates:
+            model = left_out(model, selected)
             return update(model, optax.apply_updates(params, updates)), optimizer
         treedef = jtu.tree_structure(selected)
         return jtu.tree_unflatten(treedef, jtu.tree_leaves(updates)), optimizer

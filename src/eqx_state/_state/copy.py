@@ -24,6 +24,7 @@ from .._tree.walk import (
     Visit,
 )
 from .codecs import snapshot
+from .marks import marked
 from .scope import is_owned, Scope
 from .shared import ScopedShared
 from .write import kind_at, kind_message
@@ -94,7 +95,12 @@ class PrivateCopy:
         given = None if k is None else self.given[k]
         for codec in self.scope.codecs:
             x = codec.restore(x, given)
-        return x
+        # `init` only keeps what was missing.
+        is_kept = not self.scope.is_initializing
+        return marked(x, given, lambda: self._name(k)) if is_kept else x
+
+    def _name(self, k: int | None) -> str:
+        return [visit.name for visit in self.before.visits if visit.is_leaf][k or 0]
 
     def _check_not_covered(self) -> None:
         """Raise `ValueError` if the model itself was written during the call."""

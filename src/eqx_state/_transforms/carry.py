@@ -9,6 +9,7 @@ each step, and the first one does not change. The body therefore gets a copy of 
 module, and the loop returns a new module for the caller to assign.
 """
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +18,7 @@ import jax.tree_util as jtu
 
 from .._compat import manual_axes, vary, varying_axes
 from .._state.codecs import snapshot
+from .._state.marks import marked
 from .._state.scope import is_owned
 from .._tree.compare import check_not_repeated, difference, identical
 from .creation import lift_with_fields
@@ -43,7 +45,7 @@ class Loop:
     - `init`, `xs`: the first carry and the inputs, with copies of their modules.
     - `first`: the first carry as no scope owns it; `before`: its leaves; `arrays`,
         `rest`: the same leaves, cut.
-    - `carried`: the slots of the modules in the carry.
+    - `carried`: the slots of the modules in the carry, with their positions in it.
     - `state`: the state of all other modules, which JAX carries beside the user's
         carry.
     - `slices`: the leaves of the modules in `xs`; each step gets a slice.
@@ -76,12 +78,12 @@ class Loop:
         self.first = snapshot(self.init)  # no scope owns it, so its leaves are visible
         self.before = jtu.tree_leaves(self.first)
         self.arrays, self.rest = cut(self.first)
-        self.carried: set[int] = set()
+        self.carried: dict[int, int] = {}
         self.written: set[int] = set()
         self.changed: set[int] = set()
         for x, own in by_entry(self.init, places):
             if is_owned(x):
-                self.carried.update(self.lifted.slots(x))
+                self.carried.update(zip(self.lifted.slots(x), own, strict=True))
             else:
                 self.changed.update(own)
         self.slices, self.state = {}, {}
@@ -213,6 +215,10 @@ class Loop:
         # `self.cell = cell` would count as a write to the parameters. Return the
         # caller's own arrays for leaves that each trace left unchanged.
         after = jtu.tree_leaves(self.rest.join(arrays))
+        for slot, k in self.carried.items():
+            if k in self.changed:
+                name = ft.partial(self.lifted.name, slot)
+                after[k] = marked(after[k], self.before[k], name)
         pairs = enumerate(zip(self.before, after, strict=True))
         new = (x if k in self.changed else old for k, (old, x) in pairs)
 
