@@ -127,6 +127,8 @@ pass, and get a new model back.
 
 ## Looking in
 
+- `es.audit`: What a training step does that is legal and seldom meant.
+- `es.Finding`: Something in a training step that is legal and seldom meant.
 - `es.tabulate`: A table of the modules in a tree, and of their arrays with kinds and
     sizes.
 - `es.capture`: `es.mutable(f)` that also returns values from inside: those that modules
@@ -207,6 +209,7 @@ __version__: str
 if _t.TYPE_CHECKING:
     from ._ema import Ema as Ema
     from ._functional import functional as functional
+    from ._inspect.audit import audit as audit, Finding as Finding
     from ._inspect.capture import capture as capture
     from ._inspect.nonfinite import (
         find_nonfinite as find_nonfinite,
@@ -239,6 +242,7 @@ else:
     _MODULES = {
         "._ema": "Ema",
         "._functional": "functional",
+        "._inspect.audit": "audit Finding",
         "._inspect.capture": "capture",
         "._inspect.nonfinite": "find_nonfinite nonfinite",
         "._inspect.tabulate": "tabulate",

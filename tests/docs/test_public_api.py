@@ -23,11 +23,13 @@ TREES = (
     " tabulate nonfinite state_dict load_state_dict from_torch save load load_metadata"
 ).split()
 TRANSFORMS = (
-    "mutable capture find_nonfinite value_and_grad grad vmap SPLIT scan while_loop"
-    " fori_loop cond switch checkpoint jit vjp jvp linearize jacfwd jacrev hessian"
-    " custom_vjp shard_map per_layer"
+    "mutable audit capture find_nonfinite value_and_grad grad vmap SPLIT scan"
+    " while_loop fori_loop cond switch checkpoint jit vjp jvp linearize jacfwd"
+    " jacrev hessian custom_vjp shard_map per_layer"
 ).split()
-CLASSES = "Axes Module Part Initializer RngStream Optimizer Ema field lazy nn".split()
+CLASSES = (
+    "Axes Module Part Finding Initializer RngStream Optimizer Ema field lazy nn"
+).split()
 ERRORS = ["TraceError", "NotInitializedError", "LostStateWarning"]
 LAYERS = ["BatchNorm", "Dropout", "Stacked"]
 

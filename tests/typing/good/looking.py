@@ -33,6 +33,10 @@ def look(layer: Layer, linear: eqx.nn.Linear, x: Array, path: Path) -> None:
     assert_type(es.find_nonfinite(layer)(x), list[str])
     assert_type(es.nonfinite({"a": x}), list[str])
 
+    for finding in es.audit(loss)(layer, x):
+        assert_type(finding, es.Finding)
+        assert_type(finding.kind + finding.name + finding.text, str)
+
     norms = es.inside((eqx.nn.LayerNorm, eqx.nn.BatchNorm))
     assert_type(es.filter(layer, es.not_(norms), es.inside(Layer)), Layer)
 

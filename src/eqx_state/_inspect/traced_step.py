@@ -1,0 +1,303 @@
+"""One traced call of a training step: its arguments, and what it returns of them."""
+
+import functools as ft
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._kinds.kinds import OptState, Parameter
+from .._state.marks import MARKS, Marks
+from .._transforms.callables import receiver
+from .._tree.base import is_eqx_module, is_module, keystr
+from .._tree.compare import same_modes
+from .._tree.context import children
+from .._tree.dtypes import is_traceable
+from .._tree.unbuilt import fields_of
+from .._tree.walk import leaves, Visit, walk
+from .._typing import KeyPath
+from .closure import Closure
+from .dataflow import Dataflow, Value, ZERO
+from .liveness import Liveness
+
+
+# A part of JAX's cache keys: with a new value JAX traces each function again, and does
+# not use that trace, which has marks, for the real calls.
+_CONTEXT: Final = jax.make_user_context()
+_NUMBERS: Final = itertools.count(1)
+
+
+class Leaf(NamedTuple):
+    """A leaf of an argument.
+
+    - `name`: the argument and the path, `model.norm.mean`.
+    - `is_training`: whether the nearest `es.Module` is in train mode.
+    - `is_moment`: whether it is a part of the state of an optimizer.
+    """
+
+    name: str
+    visit: Visit
+    is_training: bool
+    is_moment: bool
+
+    @property
+    def value(self) -> Any:
+        return self.visit.node
+
+    @property
+    def is_of_optimizer(self) -> bool:
+        """Whether it is in the field `opt_state` of an `es.Optimizer`."""
+        return self.visit.is_a(OptState) and ".opt_state" in self.name
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether an optimizer may train it: `es.trainable`, but no optimizer's own."""
+        visit = self.visit
+        if self.is_moment or visit.context.frozen or not visit.is_a(Parameter):
+            return False
+        return jnp.issubdtype(self.value.dtype, jnp.inexact)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is like a literal to the model: a learning rate, a count."""
+        is_scalar = self.visit.context.owner is None and np.ndim(self.value) == 0
+        return self.is_moment or is_scalar
+
+    @property
+    def is_zero_moment(self) -> bool:
+        """Whether it is a moment of a new optimizer; counts are not moments."""
+        if not self.is_moment or not is_concrete(self.value):
+            return False
+        return jnp.issubdtype(self.value.dtype, jnp.inexact) and not np.any(self.value)
+
+
+class Unit(NamedTuple):
+    """A module, or a container without modules, and the positions of its leaves."""
+
+    node: Any
+    inside: range
+    name: str = ""
+
+
+class TracedStep:
+    """One call, traced.
+
+    - `trees`: the arguments and their names, and the object to which `f` is bound.
+    - `leaves`: the leaves of all of them; `inputs`: the positions of the arrays.
+    - `modules`: every module in them, parents first.
+    - `flow`: what is known about the outputs; `marks`: the writes.
+    - `closure`: what the step closes over.
+    """
+
+    def __init__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        names = argument_names(f, args, kwargs)
+        given = [*args, *kwargs.values()]
+        if (bound := receiver(f)) is not None:
+            given, names = [bound.model, *given], ["self", *names]
+
+        self.trees = [*zip(names, given, strict=True)]
+        self.leaves: list[Leaf] = []
+        self.modules: list[Unit] = []
+        for name, tree in self.trees:
+            self._add(name, tree)
+        self.closure = Closure(f, [type(unit.node) for unit in self.modules])
+        self._output: Any = None
+        values, structure = jtu.tree_flatten(given)
+        self.inputs = [i for i, x in enumerate(values) if is_traceable(x)]
+
+        def run(arrays: list[Any]) -> list[Any]:
+            new = [*values]
+            for i, x in zip(self.inputs, arrays, strict=True):
+                new[i] = x
+            given = jtu.tree_unflatten(structure, new)
+            call = f if bound is None else bound.bind(given.pop(0))
+            named = dict(zip(kwargs, given[len(args) :], strict=True))
+            out = call(*given[: len(args)], **named)
+            # Keep no tracers.
+            self._output = jtu.tree_map(lambda x: _ARRAY if is_traceable(x) else x, out)
+            return [x for x in jtu.tree_leaves(out) if is_traceable(x)]
+
+        self.marks = Marks()
+        token = MARKS.set(self.marks)
+        try:
+            # `Marks` keeps tracers while JAX traces, which the check would report.
+            with _CONTEXT(next(_NUMBERS)), jax.check_tracer_leaks(False):
+                self._closed = jax.make_jaxpr(run)([values[i] for i in self.inputs])
+        finally:
+            MARKS.reset(token)
+            self.marks.kept.clear()
+        self._liveness = Liveness()
+        self._follow(set())
+        self._pair()
+        self._assume_zero()
+
+    def _add(self, name: str, tree: Any) -> None:
+        """Record the leaves and the modules of an argument."""
+        training: dict[KeyPath, bool] = {}
+        # Outside of an `es.Optimizer`, the states of optax declare no kind.
+        states = {v.path for v in leaves(tree, is_leaf=_is_of_optax)}
+        for visit in walk(tree):
+            path = visit.path
+            if not visit.is_leaf:
+                start = len(self.leaves)
+                inside = range(start, start + jtu.tree_structure(visit.node).num_leaves)
+                self.modules.append(Unit(visit.node, inside, f"{name}{keystr(path)}"))
+                if is_module(visit.node):
+                    training[path] = fields_of(visit.node)["training"]
+                continue
+            above = [path[:n] for n in range(len(path), -1, -1)]
+            mode = next((training[p] for p in above if p in training), True)
+            is_moment = visit.is_a(OptState) or not states.isdisjoint(above[1:])
+            self.leaves.append(Leaf(f"{name}{keystr(path)}", visit, mode, is_moment))
+
+    # --- What comes back --------------------------------------------------------------
+
+    def comes_back(self, i: int, *, decayed: bool = False) -> bool:
+        """Whether a leaf of an argument comes back unchanged, and only so.
+
+        `decayed`: or multiplied with numbers, as by weight decay.
+        """
+        same = _same(i, decayed=decayed)
+        if i not in self._partners:
+            return not same.isdisjoint(self._outputs)
+        return {self._outputs[j] for j in self._partners[i]} <= same
+
+    @property
+    def trained(self) -> Iterator[range]:
+        """The leaves of each argument of which the step changes a parameter."""
+        for inside in self._replaced:
+            parameters = [i for i in inside if self.leaves[i].is_trainable]
+            if not all(self.comes_back(i, decayed=True) for i in parameters):
+                yield inside
+
+    def _follow(self, zero: set[int]) -> None:
+        """Follow the values from the arguments to the outputs.
+
+        `zero`: the arguments that are zero.
+        """
+        numbers = {i for i in self.inputs if self.leaves[i].is_number}
+        start = [ZERO if i in zero else Value("input", i) for i in self.inputs]
+        self.flow = Dataflow(self._closed, start, numbers, self._liveness)
+        values = iter(self.flow.outputs)
+        arrays = (x is _ARRAY for x in jtu.tree_leaves(self._output))
+        self._outputs = [next(values) if is_array else None for is_array in arrays]
+
+    def _pair(self) -> None:
+        """Find the argument that each module of the output replaces.
+
+        It has the same class and structure. If there are several, it is one that
+        replaces no other argument yet, and of which most leaves come back.
+        """
+        self._partners: dict[int, list[int]] = {}
+        self._replaced: dict[range, None] = {}
+        given, first = [], 0
+        for _, tree in self.trees:
+            given += units(tree, first)
+            first += jtu.tree_structure(tree).num_leaves
+        found: list[tuple[Unit, list[Unit]]] = []
+        for new in units(self._output):
+            if not found or new.inside.start >= found[-1][0].inside.stop:
+                alike = [x for x in given if _is_alike(x, new)]
+                alike = alike or [x for x in self.modules if _is_alike(x, new)]
+                found += [(new, alike)] if alike else []
+        # First those of which most comes back.
+        found.sort(key=lambda x: -max(self._kept(old, x[0]) for old in x[1]))
+        for new, alike in found:
+            free = [old for old in alike if old.inside not in self._replaced]
+            best = max(free or alike, key=lambda old: self._kept(old, new)).inside
+            self._replaced[best] = None
+            for i, j in zip(best, new.inside, strict=True):
+                self._partners.setdefault(i, []).append(j)
+
+    def _kept(self, old: Unit, new: Unit) -> int:
+        """The number of leaves that come back."""
+        pairs = zip(old.inside, new.inside, strict=True)
+        return sum(self._outputs[j] in _same(i, decayed=True) for i, j in pairs)
+
+    def _assume_zero(self) -> None:
+        """Follow the values, with the moments that are zero and remain so.
+
+        Those of a new optimizer are zero. For a parameter whose gradient is zero they
+        remain zero, and then its update is zero.
+        """
+        zero = {i for i in self._partners if self.leaves[i].is_zero_moment}
+        while zero:
+            self._follow(zero)
+            outputs = {i: {self._outputs[j] for j in self._partners[i]} for i in zero}
+            kept = {i for i, values in outputs.items() if values == {ZERO}}
+            if kept == zero:
+                return
+            zero = kept
+        self._follow(zero)
+
+
+def units(tree: Any, first: int = 0) -> Iterator[Unit]:
+    """What may be a model: modules, and containers beside them; parents first.
+
+    `first`: the position of the first leaf.
+    """
+    is_whole = is_eqx_module(tree)
+    below = [] if is_whole else children(tree) or []
+    if is_whole or below and _is_model(tree, [x for _, x in below]):
+        yield Unit(tree, range(first, first + jtu.tree_structure(tree).num_leaves))
+    for _, child in below:
+        yield from units(child, first)
+        first += jtu.tree_structure(child).num_leaves
+
+
+def _is_model(container: Any, below: list[Any]) -> bool:
+    if not isinstance(container, tuple):
+        return True
+    # A tuple with a module is a carry: a model, its optimizer, a second model. A tuple
+    # of arrays is a batch, or a loss and a metric.
+    inside = jtu.tree_leaves(container, is_leaf=is_eqx_module)
+    return not any(map(is_eqx_module, inside)) and not jtu.all_leaves(below)
+
+
+def _is_alike(a: Unit, b: Unit) -> bool:
+    """Whether two nodes have the same class and structure, modes aside."""
+    if type(a.node) is not type(b.node) or len(a.inside) != len(b.inside):
+        return False
+    first, second = (jtu.tree_structure(same_modes(x.node)) for x in (a, b))
+    return first == second
+
+
+def argument_names(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The names of the arguments in the signature of the function."""
+    if isinstance(f, eqx.Partial):  # into which `inspect` does not look
+        f = ft.partial(f.func, *f.args, **f.keywords)
+    try:
+        parameters = [*inspect.signature(f).parameters.values()]
+    except (TypeError, ValueError):
+        parameters = []
+    last = inspect.Parameter.POSITIONAL_OR_KEYWORD  # or a kind before it
+    known = [p.name for p in parameters if p.kind <= last][: len(args)]
+    rest = next((p.name for p in parameters if p.kind == last + 1), "args")
+    return [*known, *(f"{rest}[{i}]" for i in range(len(args) - len(known))), *kwargs]
+
+
+class _Array:
+    """Replaces an array in the output of the step."""
+
+
+_ARRAY: Final = _Array()
+
+
+def _same(i: int, *, decayed: bool) -> set[Value | None]:
+    return {Value("input", i), *([Value("decayed", i)] if decayed else [])}
+
+
+def _is_of_optax(x: Any) -> bool:
+    return type(x).__module__.startswith("optax.")
+
+
+def is_concrete(x: Any) -> bool:
+    """Whether the values of an array are known."""
+    return not isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct))
