@@ -16,6 +16,7 @@ from unittest import mock
 
 import jax
 import pytest
+from audited import audited
 from sybil import Document, Example, Sybil
 from sybil.document import PythonDocStringDocument
 from sybil.evaluators.python import PythonEvaluator
@@ -62,6 +63,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         jax.clear_caches()
 
 
+# A block with this line counts the traces of a step. An audit is one more.
+COUNTS_TRACES = "traces += 1"
+
 ALIASES = (
     "import equinox as eqx, eqx_state as es, jax, jax.numpy as jnp, jax.random as jr"
 )
@@ -81,6 +85,7 @@ class Page(Document):
         super().__init__(text, path)
         self.namespace = new_namespace(path)
         self.printed = ""  # by the last block of Python
+        self.audited: set[Any] = set()
 
 
 class Docstrings(PythonDocStringDocument):
@@ -105,9 +110,18 @@ class PrintingParser(CodeBlockParser):
         with (
             contextlib.redirect_stdout(io.StringIO()) as out,
             mock.patch.dict(os.environ, COLUMNS="80"),
+            _audited(example) as findings,
         ):
             self.run(example)
         example.document.printed = out.getvalue()
+        assert findings == []
+
+
+def _audited(example: Example) -> Any:
+    """Audit the training steps in a block. No page may drop state, for example."""
+    if COUNTS_TRACES in example.parsed:
+        return contextlib.nullcontext([])
+    return audited(example.document.audited)
 
 
 class PrintedParser(CodeBlockParser):

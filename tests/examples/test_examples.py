@@ -7,10 +7,13 @@ import json
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from audited import audited
 from load_scripts import example, EXAMPLES
 
 import eqx_state as es
@@ -60,15 +63,23 @@ SHORTENED = {
 }
 
 
+def any_traces(**_):
+    return lambda f: f
+
+
 @pytest.mark.parametrize("name", SHORTENED)
 def test_an_example_asserts_its_result_and_draws_it(name, tmp_path, capsys):
     arguments, constants, printed = SHORTENED[name]
     path = tmp_path / "picture.png"
     # The defaults of JAX, because optax and the examples promote.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        module = example(name)
+        # The audit is one more trace.
+        with mock.patch.object(eqx.debug, "assert_max_traces", any_traces):
+            module = example(name)
         vars(module).update(constants)
-        module.main(path=path, **arguments)
+        with audited(set()) as findings:
+            module.main(path=path, **arguments)
+    assert findings == []
     assert path.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert [text for text in printed if text not in out] == []
@@ -76,7 +87,9 @@ def test_an_example_asserts_its_result_and_draws_it(name, tmp_path, capsys):
 
 @jax.numpy_dtype_promotion("standard")  # for `optax.adam`
 def test_quickstart_is_about_forty_lines_that_learn(capsys):
-    quickstart = example("quickstart")  # the script asserts its result
+    with audited(set()) as findings:
+        quickstart = example("quickstart")  # the script asserts its result
+    assert findings == []
     assert "% of the variance" in capsys.readouterr().out
     means = jnp.mean(quickstart.xs, axis=0)
     assert jnp.allclose(quickstart.model[0].mean, means, atol=1e-4)
