@@ -119,6 +119,8 @@ def train(folder, epochs=EPOCHS):
         run = es.load(folder / "run.safetensors", run)
         log = (folder / "log.jsonl").read_text().splitlines()[: int(run.epoch)]
         print(f"{folder} contains a run: continuing at epoch {run.epoch}")
+    for finding in es.audit(step)(run, *next(batches(*data, 0))):
+        print(finding)  # what the step loses or does not train; it costs one trace
 
     bar = {"total": steps, "transient": True, "console": Console(stderr=True)}
     while run.epoch < epochs and run.since_best < PATIENCE:
