@@ -138,3 +138,55 @@ def test_a_module_that_the_function_returns_has_the_entry():
         assert new.stats == {"max": 0}
     # A dict outside of modules is Python's.
     assert es.jit(lambda d, x: [d.update(x=x), d["x"]][1])({}, X) == 1
+
+
+# --- Containers of modules as arguments -----------------------------------------------
+
+
+class Count(es.Module):
+    calls: es.State = 0
+
+    def __call__(self, x):
+        self.calls = self.calls + 1
+        return x
+
+
+def assign(nets, x):
+    y, nets["g"] = es.mutable(nets["g"])(x)
+    return y
+
+
+AROUND = {
+    "jit": lambda nets: es.jit(assign)(nets, X),
+    "a keyword": lambda nets: es.jit(lambda x, *, nets: assign(nets, x))(X, nets=nets),
+    "checkpoint": lambda nets: es.checkpoint(assign)(nets, X),
+    "cond": lambda nets: es.cond(True, assign, lambda nets, x: x, nets, X),
+    "vjp": lambda nets: es.vjp(lambda x: es.jit(assign)(nets, x), X),
+    "vmap": lambda nets: es.vmap(assign, (None, 0))(nets, XS),
+    "a list": lambda nets: es.jit(lambda ms: ms.append(Count(1)))([*nets.values()]),
+}
+
+
+@pytest.mark.parametrize("scoped", [False, True], ids=["no scope", "in a scope"])
+@pytest.mark.parametrize("way", AROUND)
+def test_an_entry_in_a_container_of_modules_is_an_error(way, scoped):
+    run = es.mutable(AROUND[way]) if scoped else AROUND[way]
+    with pytest.raises(FROZEN, match=r"(?s)new entry .* of modules .* Return the"):
+        run({"g": Count(), "d": Count()})
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda nets, x: (assign(nets, x), nets),
+        lambda nets, x: (assign(nets, x), {**nets}),
+        lambda nets, x: (assign(nets, x), nets["g"]),
+        lambda nets, x: nets.pop("d").eval(),
+    ],
+    ids=["the container", "a copy of it", "the entry", "taken out"],
+)
+def test_an_entry_that_is_returned_or_taken_out_is_none(f):
+    nets = {"g": Count(), "d": Count()}
+    es.jit(f)(nets, X)
+    assert nets["g"].calls == 0
+    assert len(nets) == 2

@@ -1,9 +1,9 @@
-"""The error for an entry in a container of a module that no scope owns.
+"""The error for an entry in a container that a transform has copied.
 
-Modules are frozen, but not the dicts and lists in their fields. A transform calls its
-function with copies of such a module, and what the function puts into a dict of a copy
-is lost with it. Where the function itself is the module and not a copy, a tracer would
-remain in the dict.
+Modules are frozen, but not the dicts and lists in their fields and around them. A
+transform calls its function with copies of a module that no scope owns, and of a dict
+of modules, and what the function puts into a copy is lost with it. Where the function
+itself is the module and not a copy, a tracer would remain in the dict.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,17 @@ from .._tree.base import dynamic_names, INFERENCE, is_eqx_module
 from .._tree.compare import identical
 from .._tree.unbuilt import fields_of
 from .._tree.walk import flatten
-from .reach import WRAPPERS
+from .reach import is_model, WRAPPERS
 
 
 class Contents(NamedTuple):
-    """A container in a field of a module, and what was in it before a call."""
+    """A container that a function gets, and what was in it before the call.
 
-    module: eqx.Module
+    It is in the field `name` of `module`. `module` is `None` for an argument that is a
+    container of modules.
+    """
+
+    module: eqx.Module | None
     name: str
     container: Any
     leaves: list[Any]
@@ -32,8 +36,9 @@ class Contents(NamedTuple):
 
 
 def contents_in(tree: Any) -> list[Contents]:
-    """All containers in fields of modules in `tree` that no scope owns."""
+    """The containers of modules in `tree`, and those in fields of unowned modules."""
     modules: list[eqx.Module] = []
+    around: list[Any] = []
 
     def is_leaf(x: Any) -> bool:
         if is_eqx_module(x) and not is_owned(x):
@@ -41,8 +46,15 @@ def contents_in(tree: Any) -> list[Contents]:
         # Of an iterator JAX would warn, and an outdated state refuses to flatten.
         return is_owned(x) or isinstance(x, (Iterator, eqx.nn.State))
 
+    def is_model_or_leaf(x: Any) -> bool:
+        if isinstance(x, (dict, list)) and any(map(is_model, _flat(x)[0])):
+            around.append(x)
+        return is_model(x) or is_leaf(x)
+
+    jtu.tree_leaves(tree, is_leaf=is_model_or_leaf)
+    modules.clear()
     jtu.tree_leaves(tree, is_leaf=is_leaf)
-    return [
+    return [Contents(None, "", x, *_flat(x)) for x in around] + [
         Contents(module, name, value, *_flat(value))
         for module in modules
         if not isinstance(module, WRAPPERS)
@@ -61,18 +73,24 @@ def _flat(container: Any) -> tuple[list[Any], Any]:
 
 
 def check_unchanged(before: list[Contents], out: Any) -> None:
-    """Raise `FrozenInstanceError` if a container changed, unless `out` has its module.
+    """Raise `FrozenInstanceError` for a change that the output, `out`, does not show.
 
-    `out`: the output of the call, in which the module leaves the transform.
+    Of a container around modules, only a new entry counts: a function may take its
+    argument apart, `head = models.pop("head")`.
     """
     for module, name, container, leaves, structure in before:
         now, new_structure = _flat(container)
         if new_structure == structure and identical(now, leaves):
             continue
-        if not any(x is module for x in flatten(out)[2]):
-            cls, code = type(module).__qualname__, _LIST
-            code = _DICT if isinstance(container, Mapping) else code
-            raise FrozenInstanceError(_LOST.format(cls, name) + code.format(name))
+        given_back = {id(x) for x in (*flatten(out)[2], *jtu.tree_leaves(out))}
+        if module is None:
+            known = given_back.union(map(id, leaves))
+            if any(id(x) not in known for x in now):
+                raise FrozenInstanceError(_ENTRY.format(type(container).__name__))
+        elif id(module) not in given_back:
+            code = _DICT if isinstance(container, Mapping) else _LIST
+            text = _LOST.format(type(module).__qualname__, name) + code.format(name)
+            raise FrozenInstanceError(text)
 
 
 _LOST: Final = """Cannot change what is in `{0}.{1}`: this `{0}` is outside \
@@ -89,3 +107,10 @@ _DICT: Final = """    self.{0}["max"] = x                        # wrong
 
 _LIST: Final = """    self.{0}.append(x)                         # wrong
     self.{0} = [*self.{0}, x]                  # right"""
+
+_ENTRY: Final = """Cannot put a new entry into a `{0}` of modules here: it is an \
+argument of a transform, which calls its function with a copy of it, so the entry \
+would be lost. Return the container, or what you would put into it:
+
+    es.jit(lambda nets, x: nets.update(g=new))(nets, x)               # wrong
+    nets = es.jit(lambda nets, x: {{**nets, "g": new}})(nets, x)        # right"""
