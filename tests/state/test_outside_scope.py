@@ -71,6 +71,7 @@ def test_a_model_that_is_an_argument_of_a_transform(name):
     assert "this `Layer` is outside `es.mutable`. It is an argument of a" in text
     assert "(loss, model), grads = es.value_and_grad(loss_fn)(model, x)" in text
     assert "es.jit(lambda model, x: es.mutable(model)(x))(model, x)" in text
+    assert "For predictions, pass `model.eval()`" in text
     assert "closes over it" not in text
 
 
@@ -78,7 +79,7 @@ def test_a_model_that_is_an_argument_of_a_transform(name):
 def test_a_model_that_the_function_of_a_transform_closes_over(name):
     text = run(lambda: CONSTANT[name](Layer()))
     assert "or `eqx.filter_grad`, closes over it" in text
-    assert "Pass the model as an argument, and return the new one:" in text
+    assert "ys, model = es.mutable(es.vmap(model))(xs)" in text
     assert "It is an argument" not in text
 
 

@@ -285,7 +285,7 @@ jax.random.split(key)`, use `a`, and store `es.RngStream(b)`."""
 
 _TRACED: Final = """It is an argument of a transform, such as `jax.jit`, `jax.grad`, \
 `jax.vmap`, `eqx.filter_jit` or `eqx.filter_grad`, and the new state would be lost. \
-Return the new model:
+For predictions, pass `model.eval()`. In training, return the new model:
 
     jax.grad(loss_fn)(model, x)                                      # wrong
     (loss, model), grads = es.value_and_grad(loss_fn)(model, x)      # right
@@ -295,8 +295,10 @@ Return the new model:
 
 _CONSTANT: Final = """The function of a transform, such as `jax.jit`, `jax.grad`, \
 `jax.vmap`, `eqx.filter_jit` or `eqx.filter_grad`, closes over it, and the new state \
-would be lost. Pass the model as an argument, and return the new one:
+would be lost. For predictions, use `model.eval()`. In training, return the new model:
 
+    jax.vmap(lambda x: model(x))(xs)                                 # wrong
+    ys, model = es.mutable(es.vmap(model))(xs)                       # right
     jax.grad(lambda x: model(x))(x)                                  # wrong
     (loss, model), grads = es.value_and_grad(loss_fn)(model, x)      # right
     jax.jit(lambda x: model(x))(x)                                   # wrong
