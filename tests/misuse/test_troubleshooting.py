@@ -40,6 +40,14 @@ def _(net):
     es.mutable(old)(XS)
 
 
+@program(
+    "set an entry of a dict in a transform without `es.mutable`: `es.jit(f)(model, x)`",
+    "`Net.stats`",
+)
+def _(net):
+    es.jit(lambda net, x: net.stats.update(last=x.sum()))(net, XS)
+
+
 @program('write a static field: `self.mode = "fast"`', "Mode.mode`")
 def _(net):
     class Mode(es.Module):
@@ -166,6 +174,19 @@ def _(net):
         es.save(path, net, metadata={"step": "3"})
         assert es.load_metadata(path) == {"step": "3"}
         es.save(path, net, metadata={"step": 3})
+
+
+@program(
+    "load a file's adapters into a model without any: `es.load(path, model, Adapter)`",
+    "`Adapter`",
+)
+def _(net):
+    class Adapter(es.Parameter): ...
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.safetensors")
+        es.save(path, net)
+        es.load(path, net, Adapter)
 
 
 @program("pass `es.jit` a set, or a list with other values than arrays", "is a `set`")
