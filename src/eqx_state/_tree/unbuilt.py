@@ -84,8 +84,3 @@ class CanBeUnbuilt(eqx.Module):
             if is_method and not (name.startswith("__") and name.endswith("__")):
                 return BoundMethod(value.__func__, self)
             return value
-
-
-def can_be_unbuilt(x: Any) -> bool:
-    """Whether `x` is of a class that `es.jit` may return unbuilt."""
-    return CanBeUnbuilt in type(x).__mro__
