@@ -409,6 +409,23 @@ def test_static_values_in_plain_results_belong_to_one_result():
     assert jitted(X)[1] == {"set": {1}, "dataclass": Mutable([1])}
 
 
+def test_a_result_of_a_call_in_init_lacks_the_static_fields_that_are_not_set_yet():
+    class Early(es.Module):
+        w: es.Parameter
+        sizes: list = eqx.field(static=True)
+        name: str = eqx.field(static=True)
+
+        def __init__(self):
+            self.w, self.sizes = X, [1]
+            early = es.jit(lambda module: module)(self)
+            assert early.sizes == [1]
+            assert early.sizes is not self.sizes
+            assert not hasattr(early, "name")
+            self.name = "a"
+
+    assert Early().name == "a"
+
+
 def test_modules_of_one_result_keep_their_own_static_objects():
     jitted, xs = es.jit(lambda *holders: holders), [X] * 9
     shared = [1]
