@@ -120,6 +120,11 @@ def _(net):
     seen[0] + 1
 
 
+@program("read a number under `jit`: `float(self.count)`")
+def _(net):
+    es.jit(es.mutable(lambda net: float(net.layer.count)))(net)
+
+
 @program("write `if self.count > 3:` under `jit`")
 def _(net):
     es.jit(es.mutable(lambda net: net(XS) if net.layer.count > 3 else XS))(net)
