@@ -31,7 +31,11 @@ class Cause(NamedTuple):
             return added
         if self.is_read:
             mean = f"0.9 * self.{field} + 0.1 * jax.lax.pmean(x, {axes})"
-            return f"{added}; in a running average, `self.{field} = {mean}`"
+            # JAX has no derivative of `pmax`.
+            largest = f"jax.lax.pmax(jax.lax.stop_gradient(x), {axes})"
+            largest = f"`self.{field} = jnp.maximum(self.{field}, {largest})`"
+            average = f"in a running average, `self.{field} = {mean}`"
+            return f"{added}; {average}; in a running maximum, {largest}"
         return f"`self.{field} = jax.lax.pmean({field}, {axes})`, or `pmax`, `psum`"
 
 
