@@ -334,6 +334,5 @@ def test_reseed_does_not_change_a_key_in_a_buffer():
 
 
 def test_the_seed_of_reseed_comes_after_the_model():
-    match = r"^`BatchNorm` is neither a PRNG key.*es\.reseed\(model, 42\)"
-    with pytest.raises(TypeError, match=match):
+    with pytest.raises(TypeError, match="^`BatchNorm` is neither a PRNG key"):
         es.reseed(0, es.nn.BatchNorm(2))
