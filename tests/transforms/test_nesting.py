@@ -323,3 +323,49 @@ def test_the_object_of_a_decorated_method_is_not_mapped_by_any_nesting(stack):
         ys, model = f(model, jnp.ones(3))
         assert ys.tolist() == [3.0, 3.0, 3.0]
     assert model.calls == 2
+
+
+# Each returns the module that it is given, or a copy; some call it, which writes state.
+RETURNED = {
+    "cond": lambda m, x: es.cond(x > 0, lambda m: m, lambda m: m, m),
+    "cond, written": lambda m, x: es.cond(True, lambda m: m, called, m),
+    "cond, closed over": lambda m, x: es.cond(x > 0, lambda: m, lambda: m),
+    "switch": lambda m, x: es.switch(1, [called, lambda m: m, lambda m: m], m),
+    "checkpoint": lambda m, x: es.checkpoint(called)(m),
+    "jit": lambda m, x: es.jit(called)(m),
+    "scan": lambda m, x: es.scan(lambda m, _: (called(m), None), m, length=2)[0],
+    "while_loop": lambda m, x: es.while_loop(lambda m: m.count < 2, called, m),
+    "vmap": lambda m, x: one_lane(called)(m),
+    "vjp": lambda m, x: es.vjp(called, m)[0],
+    "value_and_grad": lambda m, x: es.value_and_grad(lambda m: m(1.0))(m)[0][1],
+}
+AROUND = {
+    "eager": lambda f: f,
+    "jit": es.jit,
+    "vmap": lambda f: es.vmap(f, in_axes=(None, 0), axis_size=1),
+    "grad": lambda f: es.grad(f, argnums=0),
+}
+
+
+def called(counter):
+    counter(1.0)
+    return counter
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("returned", RETURNED)
+def test_a_module_that_a_transform_returns_is_no_write_to_its_parameters(
+    returned, around
+):
+    class Holder(es.Module):
+        counter: Counter
+
+    def f(holder, x):
+        holder.counter = RETURNED[returned](holder.counter, x)
+        return jnp.sum(x) * holder.counter.weight
+
+    holder = Holder(Counter())
+    f = AROUND[around](f)
+    f = f if around == "grad" else es.mutable(f)
+    _, new = f(holder, jnp.ones((1,) if around == "vmap" else ()))
+    assert new.counter.weight == holder.counter.weight
