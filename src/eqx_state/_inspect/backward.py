@@ -76,7 +76,7 @@ def watched(chain: tuple[str, ...], call: Any, args: Any, kwargs: Any) -> Any:
     *new, token = _watch.bind(*given, token, True, back=ft.partial(_at_inputs, chain))
     (args, kwargs), values = lifted.fill((args, kwargs), _replaced(leaves, new))
     values = {**lifted.values, **values}
-    ran = lifted.run(values, lambda: call(*args, **kwargs), (args, kwargs))
+    ran = lifted.run(values, call, args, kwargs)
     # A cotangent also comes in through written state.
     leaves, structure = jtu.tree_flatten((ran.out, ran.written))
     outputs = [x for x in leaves if _has_cotangent(x)]

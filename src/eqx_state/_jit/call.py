@@ -134,8 +134,7 @@ class JitCall:
             for slot, x in self.lifted.values.items()
         }
         f, args, kwargs = jtu.tree_unflatten(self.treedef, leaves)
-        call = lambda: f(*args, **kwargs)  # noqa: E731
-        ran = self.lifted.run(values, call, (f, args, kwargs))
+        ran = self.lifted.run(values, f, args, kwargs)
         if self.lifted.roots:
             self._check_static(ran.out)
         inside = filter(eqx.is_array, values.values())

@@ -39,7 +39,7 @@ def _select(
 
     def create() -> None:
         for f in branches:  # a later call may choose any of them
-            create_fields(f, operands, ft.partial(f, *operands))
+            create_fields(f, *operands)
 
     lifted = lift_with_fields(branches, operands, create=create)
     arrays, rest = cut(lifted.arguments)
@@ -55,8 +55,7 @@ def _select(
         @ft.wraps(f)  # JAX uses the name in its messages
         def run(arrays: Any) -> Ran:
             operands = rest.join(arrays)
-            ran = lifted.run(lifted.values, lambda: f(*operands), (f, operands))
-            ran = traces.add(ran)
+            ran = traces.add(lifted.run(lifted.values, f, operands))
             state = {**lifted.writable, **ran.written}
             for slot, x in state.items() if is_manual else ():
                 own = varying_axes(x) | (choice if slot in traces.written else set())

@@ -145,19 +145,20 @@ class Loop:
     def step(
         self,
         carry: tuple[Any, Values],
-        f: Callable[[Any], Any],
+        f: Callable[..., Any],
+        *,
+        before: tuple[Any, ...] = (),
+        after: tuple[Any, ...] = (),
         slices: Values | None = None,
         unpack: Callable[[Any], tuple[Any, Any]] = lambda out: (out, None),
-        others: Any = (),
     ) -> Step:
-        """Run one step: `f` of the carry.
+        """Run one step: `f`, with the carry between the arguments `before` and `after`.
 
-        `unpack` splits the output of `f` into the carry and a rest. `others`: what `f`
-        binds, the user's function and its other arguments.
+        `unpack` splits the output of `f` into the carry and a rest.
         """
         given, values = self.enter(carry, slices)
-        call, seen = lambda: f(given), (f, given, others)
-        ran = self.lifted.run(values, call, seen, returned=self.carried)
+        args = *before, given, *after
+        ran = self.lifted.run(values, f, args, returned=self.carried)
         new, rest = unpack(ran.out)
         self._check_returned(values, new, ran.written)
         arrays, rest_of_carry = cut(new)

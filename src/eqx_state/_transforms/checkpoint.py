@@ -40,8 +40,7 @@ class _Checkpoint(Transform):
             args, kwargs = rest.join(arrays)
             # Close over the values of the modules: `jax.checkpoint` differentiates with
             # respect to tracers in the closure, too.
-            call = lambda: self.f(*args, **kwargs)  # noqa: E731
-            ran = lifted.run(lifted.values, call, (self.f, args, kwargs))
+            ran = lifted.run(lifted.values, self.f, args, kwargs)
             # Arrays from outside bypass the trace, which would return new arrays for
             # them. A scope detects writes by identity, so assigning a returned module,
             # `self.layer = layer`, would count as a write to its parameters.

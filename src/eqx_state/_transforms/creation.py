@@ -38,22 +38,20 @@ def lift_with_fields(
     return lifted
 
 
-def create_fields(
-    f: Callable[..., Any], arguments: Any, call: Callable[[], Any]
-) -> None:
-    """Run `call()`, which calls `f` with these arguments, for `lift_with_fields`."""
-    # Not as arguments, which would be copied: the call initializes the originals.
-    run_once(Lifted((f, arguments)), {}, call, (f, arguments))
+def create_fields(f: Callable[..., Any], *args: Any) -> None:
+    """Call `f` outside a trace, for `lift_with_fields`."""
+    # By reference: the call initializes the originals.
+    run_once(Lifted((f, args)), {}, f, args)
 
 
 def run_once(
-    lifted: Lifted, values: Values, call: Callable[[], Any], given: Any
+    lifted: Lifted, values: Values, f: Callable[..., Any], args: Sequence[Any]
 ) -> None:
-    """Run `call()` outside a trace, with these values instead of the modules' own.
+    """Call `f` outside a trace, with these values instead of the modules' own.
 
     Its writes are dropped, because the transform runs the function again.
     """
-    ran = lifted.run({**lifted.values, **values}, call, given)
+    ran = lifted.run({**lifted.values, **values}, f, args)
     lifted.commit(ran._replace(written={}))
 
 

@@ -99,7 +99,10 @@ class Gradient(Transform):
             codecs = codecs_of(self.cast)
             scope = observed(self.kinds, reports=reports, codecs=codecs)
             here = given._replace(leaves=with_selected(inputs, given.leaves))
-            run = lambda: run_on_copy(model, scope, call, here)  # noqa: E731
+
+            def run(*_: Any) -> Any:  # `call` has the arguments
+                return run_on_copy(model, scope, call, here)
+
             ran = lifted.run(lifted.values, run, (self.f, args, kwargs))
             out, new = ran.out
             loss = with_aux(out)[0] if self.has_aux else out

@@ -20,7 +20,7 @@ them as constants in a closure.
 import contextlib
 import functools as ft
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -180,14 +180,14 @@ class Lifted:
     def run(
         self,
         values: Values,
-        call: Callable[[], Any],
-        given: Any,
+        f: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] = {},
         returned: Collection[int] = (),
     ) -> Ran:
-        """Run `call()` in the active trace, while the modules have these values.
+        """Run `f(*args, **kwargs)` in the active trace, with these values.
 
-        - `given`: the function that `call` calls, and its arguments.
-        - `returned`: the slots of copies that the transform returns in any case.
+        `returned`: the slots of copies that the transform returns in any case.
 
         JAX decides how often it traces a function: a loop traces its body twice if weak
         types in the carry have to settle, and a function that is passed as two branches
@@ -199,8 +199,8 @@ class Lifted:
             for scope in inner.values():
                 stack.enter_context(scope)
             stack.enter_context(self._swapped(values, inner))
-            before = contents_in(given)
-            given_out = self._called(call)
+            before = contents_in((f, args, kwargs))
+            given_out = self._called(f, args, kwargs)
             check_unchanged(before, given_out)
             self.created = [
                 (scope, inner[id(scope)].take_created())
@@ -222,10 +222,10 @@ class Lifted:
             check_not_covered(self.leaves, written, copies)
         return Ran(out, written, [inner[id(scope)].sown for scope in self.scopes])
 
-    def _called(self, call: Callable[[], Any]) -> Any:
-        """Run `call()`. If it uses an Initializer, raise an error that names it."""
+    def _called(self, f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call `f`. If it uses an Initializer, raise an error that names it."""
         try:
-            return call()
+            return f(*args, **kwargs)
         except NotInitializedError:
             # Not before the call: a function may close over a lazy model, and
             # initialize it.

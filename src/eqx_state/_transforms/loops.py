@@ -104,10 +104,9 @@ def scan(
     static: list[Any] = []  # for each trace, the static part of the output
 
     def run(carry: Any, x: Any) -> Step:
-        x, slices = x
-        x = others.join(x)
-        call = lambda carry: f(carry, x)  # noqa: E731
-        return loop.step(carry, call, slices, _pair_of, (f, x))
+        sliced, slices = x
+        after = (others.join(sliced),)
+        return loop.step(carry, f, after=after, slices=slices, unpack=_pair_of)
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         (carry, ran), slices = run(carry, x), x[1]
@@ -149,8 +148,7 @@ def _create_fields(f: Any, init: Any, xs: Any, index: int) -> None:
     }
     arrays, rest = cut(lifted.arguments)
     arrays = jtu.tree_map(lambda x: _slice_of(x, index), arrays)
-    x = rest.join(arrays)
-    run_once(lifted, slices, lambda: f(init, x), (f, init, x))
+    run_once(lifted, slices, f, (init, rest.join(arrays)))
     check_not_created(lifted, lambda root, _: root.is_copy, "step of `es.scan`")
 
 
@@ -248,7 +246,7 @@ def while_loop(
 
     def create() -> None:
         for f in (cond_fun, body_fun):
-            create_fields(f, init_val, ft.partial(f, init_val))
+            create_fields(f, init_val)
 
     loop = Loop((cond_fun, body_fun), init_val, create=create)
 
@@ -279,7 +277,7 @@ def _error_if(tree: Any, failed: Any, message: str) -> Any:
 def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
     """Call `cond_fun`, which can return only a bool."""
     given, values = loop.enter(carry)
-    ran = loop.lifted.run(values, lambda: cond_fun(given), (cond_fun, given))
+    ran = loop.lifted.run(values, cond_fun, (given,))
     out, written = ran.without_sown(_SOWN)
     if names := [f"`{loop.lifted.name(slot)}`" for slot in written]:
         raise ValueError(_COND_WROTE.format(", ".join(names)))
@@ -341,13 +339,11 @@ def fori_loop(
         assert key != new.key and new.key != stream.key
         ```
     """
-    call = ft.partial(body_fun, lower, init_val)
-    create = ft.partial(create_fields, body_fun, init_val, call)
+    create = ft.partial(create_fields, body_fun, lower, init_val)
     loop = Loop((body_fun,), init_val, create=create)
 
     def body(i: Any, carry: Any) -> Any:
-        call = ft.partial(body_fun, i)
-        return _only_carry(loop.step(carry, call, others=body_fun))
+        return _only_carry(loop.step(carry, body_fun, before=(i,)))
 
     carry = loop.first_carry(lambda carry: body(lower, carry))
     final = jax.lax.fori_loop(lower, upper, body, carry, unroll=unroll)

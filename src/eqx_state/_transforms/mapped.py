@@ -200,8 +200,8 @@ class Mapped:
         """The result of a lane, with other values of the shared state if given."""
         inputs = self.rest.join(arrays)
         own = {key.slot: x for key, x in inputs.modules.items()}
-        call = lambda: inputs.f(*inputs.args, **inputs.kwargs)  # noqa: E731
-        return self.lifted.run({**self.lifted.values, **own, **state}, call, inputs)
+        values = {**self.lifted.values, **own, **state}
+        return self.lifted.run(values, inputs.f, inputs.args, inputs.kwargs)
 
     def _cause(self, inputs: Inputs, unreduced: Values) -> Cause:
         """Why the lanes wrote different values to the first of these states."""

@@ -61,8 +61,7 @@ class PureCall:
         new = jtu.tree_leaves(self.rest.join(arrays))
         args, before = self.lifted.fill(self.args, new)
         values = {**self.lifted.values, **before}
-        call = lambda: f(*args, **self.kwargs)  # noqa: E731
-        return self.lifted.run(values, call, (f, args, self.kwargs)), before
+        return self.lifted.run(values, f, args, self.kwargs), before
 
 
 class Primal:
