@@ -78,14 +78,9 @@ class Loop:
         self.first = snapshot(self.init)  # no scope owns it, so its leaves are visible
         self.before = jtu.tree_leaves(self.first)
         self.arrays, self.rest = cut(self.first)
-        self.carried: dict[int, int] = {}
+        self.carried: dict[int, int] = self.lifted.by_slot(self.init, places)
         self.written: set[int] = set()
-        self.changed: set[int] = set()
-        for x, own in by_entry(self.init, places):
-            if is_owned(x):
-                self.carried.update(zip(self.lifted.slots(x), own, strict=True))
-            else:
-                self.changed.update(own)
+        self.changed = {*places} - {*self.carried.values()}
         self.slices, self.state = {}, {}
         for k, (visit, root, *_) in enumerate(self.lifted.leaves):
             if k in self.carried or not isinstance(visit.node, jax.Array):
@@ -115,12 +110,12 @@ class Loop:
         carry = self.arrays, self.state
         axes_of: list[frozenset[Any]] = []
 
-        def probe(carry: Any) -> None:
+        def record_axes(carry: Any) -> None:
             axes_of[:] = map(varying_axes, jtu.tree_leaves(step(carry)))
 
         self.lifted.probe(step, carry)
         while manual_axes():
-            jax.eval_shape(probe, carry)
+            jax.eval_shape(record_axes, carry)
             old, treedef = jtu.tree_flatten(carry)
             new = [vary(x, axes) for x, axes in zip(old, axes_of, strict=True)]
             if identical(old, new):
@@ -173,21 +168,18 @@ class Loop:
         if _form(carry) != _form(self.first):
             first = difference(self.first, snapshot(carry), _form)
             raise TypeError(_CARRY.format(first))
-        returned = jtu.tree_leaves(carry)
-        position, after = 0, {**values, **written}
-        for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
+        after = {**values, **written}
+        for x, returned in by_entry(self.init, jtu.tree_leaves(carry)):
             if not is_owned(x):
-                position += 1
                 continue
-            for slot in self.lifted.slots(x):
-                new, before = returned[position], values[slot]
+            for slot, new in zip(self.lifted.slots(x), returned, strict=True):
+                before = values[slot]
                 if slot in written and new is not written[slot]:
                     outside = self._outside(x, after)
                     if new is before or any(new is y for y in outside):
                         raise ValueError(_NOT_RETURNED.format(self.lifted.name(slot)))
                 if new is not before:
-                    self.changed.add(position)
-                position += 1
+                    self.changed.add(self.carried[slot])
 
     def _outside(self, copy: Any, values: Values) -> list[Any]:
         """The leaves of the original of a copy in the carry.

@@ -28,14 +28,14 @@ def check_written_once(leaves: Sequence[Leaf], written: Iterable[int]) -> None:
 
 
 def check_not_covered(
-    leaves: Sequence[Leaf], written: Iterable[int], copied: Iterable[Any]
+    leaves: Sequence[Leaf], written: Iterable[int], originals: Iterable[Any]
 ) -> None:
     """Raise `ValueError` if a module was written, and a copy of it is returned.
 
-    The caller would assign the copy, which does not have the write. `copied`: the
+    The caller would assign the copy, which does not have the write. `originals`: the
     modules of which copies are returned.
     """
-    there = set(map(id, copied))
+    there = set(map(id, originals))
     for slot in written:
         visit, root, field, _ = leaves[slot]
         if not root.is_copy and id(field.outside) in there:

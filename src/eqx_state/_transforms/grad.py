@@ -6,7 +6,7 @@ output. So is what the call writes to other modules of an outer scope (`lift`).
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, Final, Literal, overload, TypeVar
 
 import equinox as eqx
@@ -18,7 +18,7 @@ from .._kinds.kinds import State
 from .._state.codecs import snapshot
 from .._state.lazy import check_ready
 from .._state.lost import note_written
-from .._state.scope import as_kinds, is_any_open, is_owned, Kinds, Scope, Sown
+from .._state.scope import as_kinds, is_any_open, Kinds, Scope, Sown
 from .._state.sow import reporting
 from .._tree.filters import (
     bind_to_visits,
@@ -35,7 +35,6 @@ from .cast import as_cast, Cast, CastLike, codecs_of
 from .clashes import check_not_replaced
 from .lift import Lifted
 from .mutable import run_on_copy
-from .roots import by_entry, Values
 from .target import Argnums, as_argnums, target
 from .transform import Transform, with_aux, wrap
 
@@ -98,7 +97,7 @@ class Gradient(Transform):
             # Here, because a scope belongs to the trace in which it was created.
             codecs = codecs_of(self.cast)
             scope = observed(self.kinds, reports=reports, codecs=codecs)
-            here = given._replace(leaves=with_selected(inputs, given.leaves))
+            here = given.with_leaves(with_selected(inputs, given.leaves))
 
             def run(*_: Any) -> Any:  # `call` has the arguments
                 return run_on_copy(model, scope, call, here)
@@ -114,13 +113,15 @@ class Gradient(Transform):
         inputs = [*map(jnp.asarray, itertools.compress(given.leaves, selected))]
         (_, (out, new, sown, ran)), gradient = value_and_grad(inputs)
         passed = with_selected(inputs, given.leaves)
-        triples = [*zip(jtu.tree_leaves(new), passed, given.leaves, strict=True)]
+        returned = jtu.tree_leaves(new)
+        is_new = [x is not old for x, old in zip(returned, passed, strict=True)]
         if ran.written:
-            is_new = _by_slot(lifted, original, [x is not z for x, z, _ in triples])
-            check_not_replaced(lifted.leaves, ran.written, is_new)
+            written_too = lifted.by_slot(original, is_new)
+            check_not_replaced(lifted.leaves, ran.written, written_too)
         lifted.commit(ran)
         # What was not written is the caller's own.
-        new = given.structure.unflatten(y if x is z else x for x, z, y in triples)
+        triples = zip(is_new, returned, given.leaves, strict=True)
+        new = given.structure.unflatten(x if new else own for new, x, own in triples)
         holes = [None] * len(selected)
         grads = given.structure.unflatten(with_selected(gradient, holes))
         names = _UNPACKED[self.name, self.has_aux]
@@ -147,16 +148,6 @@ def _gradient(
         cast=as_cast(cast, name),
         name=name,
     )
-
-
-def _by_slot(lifted: Lifted, model: Any, values: Sequence[Any]) -> Values:
-    """The values of the leaves of owned modules in `model`, given those of all."""
-    return {
-        slot: value
-        for x, own in by_entry(model, values)
-        if is_owned(x)
-        for slot, value in zip(lifted.slots(x), own, strict=True)
-    }
 
 
 def _check_loss(loss: Any, caller: str) -> None:

@@ -4,8 +4,8 @@ A transform of JAX sees the arguments of a function, but not the values that the
 function closes over. A layer writes `self.mean = …`, often in a closure over `self`.
 Every transform of `es` carries such writes out of its trace in three steps:
 
-1. *Reach.* `Lifted(functions, arguments)` finds the modules that an open scope owns: in
-   the functions, in their closures, and among the arguments. A closure refers to the
+1. *Reach.* `Lifted(by_reference, by_value)` finds the modules that an open scope owns:
+   in the functions, in their closures, and among the arguments. A closure refers to the
    object itself. A module among the arguments is a value, as in JAX, so the function
    gets a copy of it (`roots`).
 2. *Swap.* `run` sets the fields of these modules to the values of the trace, calls the
@@ -32,7 +32,7 @@ from .._state.copy import Collected, leave, OwnedTree
 from .._state.init import check_created, Created, InitScope
 from .._state.lazy import check_initialized
 from .._state.observe import OBSERVING
-from .._state.scope import own, Scope, Sown
+from .._state.scope import is_owned, own, Scope, Sown
 from .._state.sow import carried_out
 from .._state.write import trace_message
 from .._tree.base import is_module, ownership_of, set_ownership
@@ -42,6 +42,7 @@ from .clashes import check_not_covered, check_written_once
 from .entries import check_unchanged, contents_in
 from .reach import models_in, owned_in
 from .roots import (
+    by_entry,
     Copies,
     copy_arguments,
     Field,
@@ -79,21 +80,24 @@ class Ran(NamedTuple):
 class Lifted:
     """The owned modules that one lifted call reaches, and all their leaves.
 
-    - `given`: the functions and arguments as they were given.
-    - `arguments`: the given arguments, with a copy of each owned module.
+    - `given`: what was given, by reference and by value.
+    - `arguments`: what was given by value, with a copy of each owned module.
     - `reached`: the modules, once per occurrence.
     - `roots`: the outermost of them, each once; `fields`: theirs.
     - `leaves`, `values`: the leaves and their values, by slot.
-    - `created`: the fields that `init` has created in the last run.
+    - `created`: the fields that `init` has created in the last run. They are not in
+        `Ran`, because the modules in it could not be outputs of a trace.
     - `scopes`: the scopes that own the modules; several if `es.mutable` is nested.
 
-    `treatments`, one for each leaf of the arguments, are those of `copy_arguments`.
+    `by_reference`: functions, and arguments of which the call gets the objects
+    themselves, because the transform does not give them values of their own.
+    `treatments`, one for each leaf of `by_value`, are those of `copy_arguments`.
     """
 
     def __init__(
-        self, functions: Any, arguments: Any = (), treatments: Sequence[Any] = ()
+        self, by_reference: Any, by_value: Any = (), treatments: Sequence[Any] = ()
     ):
-        self.given = functions, arguments
+        self.given = by_reference, by_value
         reached = owned_in(self.given)
         # Add the scopes of observers. An observer also records calls of Equinox's
         # modules, which no scope owns.
@@ -102,11 +106,11 @@ class Lifted:
         for scope in self.scopes:
             scope.check_thread()
         self.is_initializing = any(scope.is_initializing for scope in self.scopes)
-        self.arguments, self.copies = arguments, Copies({}, {})
+        self.arguments, self.copies = by_value, Copies({}, {})
         if reached:
-            self.arguments, self.copies = copy_arguments(arguments, treatments)
+            self.arguments, self.copies = copy_arguments(by_value, treatments)
         if self.copies.originals:
-            reached = owned_in((functions, self.arguments))
+            reached = owned_in((by_reference, self.arguments))
         self.created: list[tuple[InitScope, Created]] = []
         self.reached = reached
         self.roots = roots_among(reached, self.copies)
@@ -157,6 +161,15 @@ class Lifted:
     def slots(self, module: Any) -> range:
         """The slots of a module that is lifted, or inside a lifted module."""
         return self._slots[id(module)]
+
+    def by_slot(self, tree: Any, values: Sequence[Any]) -> Values:
+        """The `values` of the leaves in owned modules, given one for each leaf."""
+        return {
+            slot: value
+            for x, own in by_entry(tree, values)
+            if is_owned(x)
+            for slot, value in zip(self.slots(x), own, strict=True)
+        }
 
     def fill(self, tree: Any, new: Iterable[Any]) -> tuple[Any, Values]:
         """`tree` with new leaves; and as `Values`, the new leaves of owned modules.
@@ -217,9 +230,9 @@ class Lifted:
         written = self._written(values, after)
         if self.copies.originals:
             check_written_once(self.leaves, written.keys() - {*returned})
-            copies = [self.leaves[slot].field.outside for slot in returned]
-            copies += self.copies.originals_in(flatten(given_out)[2])
-            check_not_covered(self.leaves, written, copies)
+            originals = [self.leaves[slot].field.outside for slot in returned]
+            originals += self.copies.originals_in(flatten(given_out)[2])
+            check_not_covered(self.leaves, written, originals)
         return Ran(out, written, [inner[id(scope)].sown for scope in self.scopes])
 
     def _called(self, f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -235,7 +248,7 @@ class Lifted:
 
     def _owned(self, root: Root, values: Values, inner: dict[int, Scope]) -> OwnedTree:
         """A lifted module with its values in the trace, for the end of its scope."""
-        before = root.traversal._replace(leaves=[values[k] for k in root.slots])
+        before = root.traversal.with_leaves([values[k] for k in root.slots])
         return OwnedTree(root.module, before, inner[id(root.ownership.scope)])
 
     @contextlib.contextmanager

@@ -98,12 +98,12 @@ class Mapped:
             check_given(transform.f, *args, *kwargs.values())
             function.check_matched()
             self.arguments.check_matched()
-        self.axes = function.by_slot
-        given: list[Row] = []
-        for x, axes in by_entry(lifted.arguments, self.arguments.axes):
-            if is_owned(x):
-                self.axes.update(zip(lifted.slots(x), axes, strict=True))
-            given.append(Row(x, None if is_owned(x) else axes[0]))
+        axes = self.arguments.axes
+        self.axes = {**function.by_slot, **lifted.by_slot(lifted.arguments, axes)}
+        given = [
+            Row(x, None if is_owned(x) else own[0])
+            for x, own in by_entry(lifted.arguments, axes)
+        ]
         own = map(Row, jtu.tree_leaves(f, is_leaf=is_owned), function.axes)
         rows = Inputs(
             *_tree_of(given, lifted.arguments),

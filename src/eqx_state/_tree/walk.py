@@ -161,6 +161,10 @@ class Traversal(NamedTuple):
         ]
         return self._replace(visits=visits, leaves=leaves, modules=modules)
 
+    def with_leaves(self, leaves: list[Any]) -> "Traversal":
+        """This traversal with other `leaves`; those in `visits` are the old ones."""
+        return self._replace(leaves=leaves)
+
     @property
     def has_repeated(self) -> bool:
         """Whether some `eqx.Module` occurs twice."""
@@ -168,8 +172,8 @@ class Traversal(NamedTuple):
 
     def extents(self) -> Iterator[tuple[BaseModule, int, int]]:
         """Each `es.Module`, and where its leaves begin and end; parents first."""
-        paths = [visit[0] for visit in self.visits]
-        starts = [0, *itertools.accumulate(visit[3] for visit in self.visits)]
+        paths = [visit.path for visit in self.visits]
+        starts = [0, *itertools.accumulate(visit.is_leaf for visit in self.visits)]
         for i, (path, node, _, _) in enumerate(self.visits):
             if BaseModule in type(node).__mro__:
                 stop = i + 1
