@@ -532,6 +532,8 @@ def test_has_aux_requires_a_pair():
 def test_a_model_that_is_not_ready_is_named():
     with pytest.raises(es.NotInitializedError, match="`weight` is an `es.Init"):
         es.vjp(lambda m, x: m.weight * x, Cell(es.Initializer(jr.normal)), 1.0)
+    with pytest.raises(es.NotInitializedError, match="`weight` is an `es.Init"):
+        es.vjp(Cell(es.Initializer(jr.normal)), 1.0)
     cell = Cell()
     with pytest.raises(ValueError, match="two places|twice"):
         es.vjp(lambda cells: cells[0].weight, [cell, cell])

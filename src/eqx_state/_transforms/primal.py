@@ -46,7 +46,7 @@ class PureCall:
         kwargs: dict[str, Any],
         is_input: Callable[[Any], Any],
     ):
-        check_given(*args, *kwargs.values())
+        check_given(functions, *args, *kwargs.values())
         # In `es.vjp(f, (layer, layer))`, as in JAX, each place has its own cotangent.
         num_places = jtu.tree_structure(tuple(args)).num_leaves
         places = [*range(num_places), *(None for _ in jtu.tree_leaves(kwargs))]

@@ -6,7 +6,7 @@ modules, in the order of flattening. A module is a range of slots.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -36,6 +36,7 @@ class Root:
     - `original`: the module that `module` is a copy of, or else `module` itself.
     - `traversal`: its paths begin at the model that the scope owns.
     - `slots`: those of its leaves.
+    - `is_lifted`: whether something inside is a module that is lifted, too.
     - `has_strays`: whether user code has put a module into a list of the model. No
         scope owns it, so it is a part of the field that contains the list.
     """
@@ -45,7 +46,12 @@ class Root:
     ownership: Ownership
     traversal: Traversal
     slots: range
-    has_strays: bool = dataclasses.field(init=False)  # `fields_in` sets it
+    is_lifted: Callable[[Any], bool]
+
+    def __post_init__(self) -> None:
+        # Now, because `is_owned` is false when the scope has closed.
+        modules = filter(is_module, self.traversal.modules)
+        self.has_strays = not all(map(self.is_lifted, modules))
 
     @property
     def is_copy(self) -> bool:
@@ -139,18 +145,18 @@ def roots_among(reached: Sequence[Any], copies: "Copies") -> list[Root]:
     stops = [*itertools.accumulate(sizes, initial=0)]
     pairs = zip(outermost, itertools.pairwise(stops), strict=True)
     return [
-        Root(x, copies.original(x), ownership_of(x), t, range(start, stop))
-        for (x, t), (start, stop) in pairs
+        Root(x, copies.original(x), ownership_of(x), t, range(*ends), copies.test(x))
+        for (x, t), ends in pairs
     ]
 
 
 def fields_in(root: Root, copies: "Copies") -> list[Field]:
     """The fields of a root and of all owned modules in it."""
+    # `add` and `container` take the next slot at each leaf, so they have to go through
+    # the leaves in JAX's order.
     slots = iter(root.slots)
     fields: list[Field] = []
-    is_node = copies.is_copy if root.is_copy else is_owned
-    modules = filter(is_module, root.traversal.modules)
-    root.has_strays = not all(map(is_node, modules))
+    is_node = root.is_lifted
 
     def add(module: BaseModule) -> None:
         outside, values = copies.original(module), fields_of(module)
@@ -193,6 +199,10 @@ class Copies(NamedTuple):
 
     def is_copy(self, x: Any) -> bool:
         return id(x) in self.originals
+
+    def test(self, module: Any) -> Callable[[Any], bool]:
+        """What says whether something in this module is a lifted module."""
+        return self.is_copy if self.is_copy(module) else is_owned
 
     def original(self, x: Any) -> Any:
         return self.originals.get(id(x), x)
