@@ -24,7 +24,6 @@ from .._tree.base import (
     BaseModule,
     is_eqx_module,
     is_module,
-    OPEN_SCOPES,
     ownership_of,
     set_ownership,
 )
@@ -54,15 +53,19 @@ _KINDS: Final = """`{}(..., kinds={})`: `kinds` must be a kind such as `es.State
 a tuple of kinds; `es.TreePart` allows all."""
 
 
+# The open scopes of all threads, by `id`.
+_OPEN: "Final[dict[int, Scope]]" = {}
+
+
 def is_any_open() -> bool:
     """Whether any scope is open; if not, no module is owned."""
-    return bool(OPEN_SCOPES)
+    return bool(_OPEN)
 
 
 def scopes_open_here() -> "list[Scope]":
     """The open scopes of this thread, the outermost first."""
     thread = threading.get_ident()
-    return [scope for scope in [*OPEN_SCOPES.values()] if scope.thread == thread]
+    return [scope for scope in [*_OPEN.values()] if scope.thread == thread]
 
 
 def is_open_here() -> bool:
@@ -136,10 +139,10 @@ class Scope:
         # at once instead of by the garbage collector.
         self.written.clear()
         self.traversals.clear()
-        OPEN_SCOPES.pop(id(self), None)
+        _OPEN.pop(id(self), None)
 
     def __enter__(self) -> Self:
-        OPEN_SCOPES[id(self)] = self
+        _OPEN[id(self)] = self
         if self.observer is not None:
             observing = {**OBSERVING.get(), self.observer.key: self}
             self._token = OBSERVING.set(observing)

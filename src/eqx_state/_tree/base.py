@@ -63,10 +63,6 @@ def name_of_steps(path: Steps) -> str:
 # The field that `eqx.nn.inference_mode` replaces in every `es.Module`.
 INFERENCE: Final = "_eqx_state_inference"
 
-# The open scopes of all threads, by `id`. If this is empty, no module is owned. The
-# scope that owns a module is in the module's `Fields.ownership`.
-OPEN_SCOPES: Final[dict[int, Any]] = {}
-
 
 # For type checkers only. On `Module` itself, the decorator of Equinox's metaclass would
 # take priority, and `es.field` would be a default value. Deliberately without
