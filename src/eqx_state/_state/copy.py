@@ -106,6 +106,7 @@ class PrivateCopy:
         """Raise `ValueError` if the model itself was written during the call."""
         if not self.is_of_scope:
             return
+        # Not strict: while `init` runs, the closure may have added leaves.
         for visit, old in zip(_leaves_named(self.model), self.given, strict=False):
             if visit.node is not old:
                 raise ValueError(COVERED.format(visit.name))

@@ -50,9 +50,10 @@ def warn_if_lost(grads: PyTree, model: PyTree, stacklevel: int) -> None:
     """Warn if the call that has computed `grads` wrote state that `model` lacks."""
     if MARKS.get() is not None:  # the audit names it
         return
-    given = _outermost(model)
-    for (_, module), (path, old) in zip(_outermost(grads), given, strict=False):
-        if (note := note_of(module)) is not None:
+    given = dict(_outermost(model))
+    for path, module in _outermost(grads):
+        old = given.get(path)
+        if old is not None and (note := note_of(module)) is not None:
             now = dict(enumerate(_leaves(old)))
             if all(x() is not None and x() is now.get(i) for i, x in note.before):
                 visits = leaves(old, path, is_leaf=is_hole)
