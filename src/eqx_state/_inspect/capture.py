@@ -184,7 +184,7 @@ class _Capture(Transform):
     outputs: Any = eqx.field(static=True)
     kinds: Kinds = eqx.field(static=True)
     argnums: Argnums = eqx.field(static=True)
-    threads = True
+    returns_model = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         observer = Outputs(self.outputs, self.replace)
@@ -226,15 +226,15 @@ def _check_sees_the_model(f: Any, argnums: Argnums) -> None:
             raise TypeError(_ARGNUMS_OF_GRAD.format(f.name, argnums))
         return
     while isinstance(f, Transform):
-        if f.threads:
-            raise TypeError(_THREADED_ALREADY)
+        if f.returns_model:
+            raise TypeError(_WRITABLE_ALREADY)
         f = without_partials(f.f)[0]
 
 
 _BOTH: Final = """`es.capture(..., outputs=...)`: `{}` is a module whose output was \
 captured, and a value was sown under the same name. Sow it under a different name."""
 
-_THREADED_ALREADY: Final = """`es.capture` makes the model writable itself, as \
+_WRITABLE_ALREADY: Final = """`es.capture` makes the model writable itself, as \
 `es.mutable` does, but was given a transform that does so on its own copy. Values sown \
 in that copy would be lost. Write `es.capture(model)(x)`, or \
 `es.jit(es.capture(es.value_and_grad(loss)))(model, x)`."""
@@ -244,7 +244,7 @@ _ARGNUMS_OF_GRAD: Final = """Pass `argnums=` to the gradient, not to `es.capture
 
 
 class _Captured(Generic[_M_co, _F_co]):
-    """The type of `capture(model)`, for type checkers, as `_Threaded` of `mutable`."""
+    """The type of `capture(model)`, for type checkers, like that of `mutable`."""
 
     def __call__(
         self: "_Captured[_M_co, Callable[P, R]]", *args: P.args, **kwargs: P.kwargs

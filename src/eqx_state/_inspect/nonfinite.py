@@ -60,7 +60,7 @@ class _Finite(Observer):
 
 
 class _FindNonfinite(Transform):
-    threads = True
+    returns_model = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> list[str]:
         if is_in_trace():

@@ -137,8 +137,8 @@ class InitScope(Scope):
     An Initializer is drawn when it is written. A field that is new inside a transform
     cannot be an output of the trace. But the key of `init` is from outside the trace,
     so arrays drawn with it are ordinary arrays, not tracers. Therefore, missing fields
-    are written directly to the modules outside. `created` contains these fields, with
-    their old values.
+    are written directly to the modules outside. `replaced` has the old value of each of
+    these fields.
     """
 
     is_initializing = True
@@ -149,7 +149,7 @@ class InitScope(Scope):
 
     def _begin(self) -> None:
         super()._begin()
-        self.created: dict[tuple[int, str], tuple[BaseModule, str, Any]] = {}
+        self.replaced: dict[tuple[int, str], tuple[BaseModule, str, Any]] = {}
 
     def allows(self, kind: type | None) -> bool:
         return True
@@ -171,16 +171,16 @@ class InitScope(Scope):
 
     def note_write(self, module: BaseModule, name: str, old: Any, new: Any) -> None:
         is_static = name not in dynamic_names(type(module))
-        if is_static or _is_missing(old, new):
+        if is_static or _adds(old, new):
             self.note_created(module, name, old)
 
     def note_created(self, module: BaseModule, name: str, old: Any) -> None:
         """Record a field that was missing, and its old value."""
-        self.created.setdefault((id(module), name), (module, name, old))
+        self.replaced.setdefault((id(module), name), (module, name, old))
 
     def take_created(self) -> Created:
         """Remove the created fields from the modules, and return them."""
-        fields = self.created.values()
+        fields = self.replaced.values()
         taken = [(module, name, fields_of(module)[name]) for module, name, _ in fields]
         # Forget the writes: `_check_written` would not find modules in the fields that
         # are removed below, and would report the writes to them as lost.
@@ -199,7 +199,7 @@ class InitScope(Scope):
             self.take(traverse(new, (*ownership.path, key), context))
 
 
-def _is_missing(old: Any, new: Any) -> bool:
+def _adds(old: Any, new: Any) -> bool:
     """Whether `new` adds an array to `old`, or changes its structure."""
     if jtu.tree_structure(old) != jtu.tree_structure(new):
         return True

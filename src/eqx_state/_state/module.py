@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, Self, TYPE_CHECKING
 
 import equinox as eqx
-import jax.tree_util as jtu
 
 from .._compat import boundary, own_annotations
 from .._kinds.annotations import remember_statement
@@ -37,6 +36,7 @@ from .._tree.base import (
 from .._tree.compare import check_not_repeated
 from .._tree.dtypes import strengthen_field
 from .._tree.filters import Filter
+from .._tree.walk import walk
 from . import init, lazy
 from .call_names import name_calls
 from .sow import sow
@@ -308,13 +308,6 @@ def _check_finished(cls: type) -> None:
         _finished.add(cls)
 
 
-def _is_checked(node: Any) -> bool:
-    """Check the class of a plain Equinox module; true for an `es.Module`."""
-    if is_eqx_module(node) and not is_module(node):
-        declarations(type(node))
-    return is_module(node)
-
-
 def _rebuild(cls: type, state: Any) -> Any:
     _check_finished(cls)
     self = object.__new__(cls)
@@ -324,6 +317,9 @@ def _rebuild(cls: type, state: Any) -> Any:
         setstate(self, state)
     else:
         self.__dict__.update(state)
-    # Also the plain modules in it, before their arrays are missed somewhere else.
-    jtu.tree_leaves(self, is_leaf=lambda x: x is not self and _is_checked(x))
+    # Also the plain modules in it, before their arrays are missed somewhere else. An
+    # `es.Module` in it has checked its own.
+    for visit in walk(self, is_leaf=lambda x: x is not self and is_module(x)):
+        if is_eqx_module(visit.node):
+            declarations(type(visit.node))
     return self

@@ -60,7 +60,7 @@ class CastCodec(Codec):
         return new
 
     def write(self, old: Any, new: Any, path: KeyPath) -> Any:
-        return _as_inside(old, new, self.outer.get(path))
+        return _narrowed(old, new, self.outer.get(path))
 
     def restore(self, new: Any, given: Any) -> Any:
         if not _is_real(new) or not is_array(given):
@@ -68,7 +68,7 @@ class CastCodec(Codec):
         return new.astype(canonical(given.dtype))
 
 
-def _as_inside(old: Any, new: Any, own: Any) -> Any:
+def _narrowed(old: Any, new: Any, own: Any) -> Any:
     """`new` in the dtype that `old` has inside a `cast`, unless `new` is too wide.
 
     `own` is the dtype outside the call, to which the value is cast back; `None` if the

@@ -15,7 +15,7 @@ from .._state.scope import is_owned
 from .._tree.dtypes import is_traceable
 from .._tree.walk import is_array
 from .._typing import P, R
-from .cut import cut, is_traced, Rest
+from .cut import cut, Rest, which_traced
 from .lift import Lifted, Ran
 from .reach import check_given
 from .target import positions
@@ -47,7 +47,7 @@ class _Checkpoint(Transform):
             is_new = jtu.tree_map(
                 lambda x, traced: traced and id(x) not in outside,
                 ran.out,
-                is_traced(ran.out),
+                which_traced(ran.out),
             )
             out, rest_of_out = cut(ran.out, is_new)
             return ran._replace(out=out), rest_of_out
@@ -64,13 +64,13 @@ class _Checkpoint(Transform):
         static = positions(args, argnums, f"es.checkpoint(static_argnums={argnums})")
         names = self.static_argnames
         traced = (
-            tuple(i not in static and _arrays(x) for i, x in enumerate(args)),
-            {name: name not in names and _arrays(x) for name, x in kwargs.items()},
+            tuple(i not in static and _which(x) for i, x in enumerate(args)),
+            {name: name not in names and _which(x) for name, x in kwargs.items()},
         )
         return cut((args, kwargs), traced)
 
 
-def _arrays(tree: Any) -> Any:
+def _which(tree: Any) -> Any:
     return jtu.tree_map(is_traceable, tree, is_leaf=is_owned)
 
 

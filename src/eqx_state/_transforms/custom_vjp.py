@@ -21,7 +21,7 @@ from .._tree.keys import clone
 from .._tree.unbuilt import fields_of
 from .._tree.walk import is_array, leaves, walk
 from .._typing import P, R
-from .cut import cut, is_traced
+from .cut import cut, which_traced
 from .lift import Ran
 from .primal import PureCall
 from .reach import models_in
@@ -55,10 +55,12 @@ class _CustomVjp(Transform):
         passed = [x for i, x in enumerate(args) if i not in static]
         _check_passed(self._name, (functions, args), passed)
 
-        def is_input(args: Any) -> Any:
-            return tuple(i not in static and is_traced(x) for i, x in enumerate(args))
+        def which_inputs(args: Any) -> Any:
+            return tuple(
+                i not in static and which_traced(x) for i, x in enumerate(args)
+            )
 
-        call = PureCall(functions, args, {}, is_input)
+        call = PureCall(functions, args, {}, which_inputs)
         if call.lifted.is_initializing:
             # Under `eqx.filter_eval_shape(model.init, key)` JAX would trace `f`
             # separately, and new fields could not leave that trace.

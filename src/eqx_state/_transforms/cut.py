@@ -53,14 +53,14 @@ class Rest:
 def cut(tree: Any, which: Any = None) -> tuple[Any, Rest]:
     """The leaves of a tree that JAX traces, and the rest.
 
-    `which`: for each leaf, whether it is one of them; by default `is_traced(tree)`.
+    `which`: for each leaf, whether it is one of them; by default `which_traced(tree)`.
     """
-    which = is_traced(tree) if which is None else which
+    which = which_traced(tree) if which is None else which
     arrays, rest = eqx.partition(tree, which, is_leaf=is_owned)
     return arrays, Rest(rest)
 
 
-def is_traced(tree: Any) -> Any:
+def which_traced(tree: Any) -> Any:
     """For each leaf of an argument or of an output, whether JAX would trace it.
 
     Owned modules count as leaves that are not traced, because they are lifted.

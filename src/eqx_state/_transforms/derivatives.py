@@ -16,7 +16,7 @@ from .._compat import boundary
 from .._state.codecs import snapshot
 from .._tree.compare import difference, same_modes
 from .._typing import R
-from .primal import has_tangents, Primal
+from .primal import Primal, which_inexact
 
 
 # --- Tangents and cotangents ----------------------------------------------------------
@@ -155,7 +155,7 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
     """
     # Differentiate inexact outputs only: for an integer output JAX would require
     # cotangents of dtype float0, but we accept `None`, too.
-    primal = Primal(fun, primals, {}, has_aux, has_tangents)
+    primal = Primal(fun, primals, {}, has_aux, which_inexact)
     out, pullback, rest = jax.vjp(primal.run, *primal.arrays, has_aux=True)
     out, *aux = primal.finish(out, rest)
     return out, Pullback(pullback), *aux

@@ -55,7 +55,7 @@ class Gradient(Transform):
     kinds: Kinds = eqx.field(static=True)
     cast: Cast | None = eqx.field(static=True)
     name: str = eqx.field(static=True)
-    threads = True
+    returns_model = True
 
     def run(
         self, args: Any, kwargs: Any, observed: ObservedScope = Scope

@@ -20,23 +20,22 @@ class _Jacobian(Transform):
     therefore writes state and draws from keys once, whatever the size of the basis.
     """
 
-    name: str = eqx.field(static=True)
+    of_jax: Any = eqx.field(static=True)
     argnums: Any = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
     holomorphic: bool = eqx.field(static=True)
     allow_int: bool = eqx.field(static=True)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        primal = Primal(self.f, args, kwargs, self.has_aux)
-        named = positions(args, self.argnums, f"{self.name}(argnums={self.argnums})")
+        primal, name = Primal(self.f, args, kwargs, self.has_aux), _name(self.of_jax)
+        named = positions(args, self.argnums, f"{name}(argnums={self.argnums})")
         empty = [i for i in named if not jtu.tree_leaves(primal.arrays[i])]
         # JAX needs at least one array to differentiate, even with `allow_int`.
         if empty and not (self.allow_int and len(empty) < len(named)):
-            raise TypeError(_NO_ARRAYS.format(self.name, empty[0]))
-        is_forward = self.name == "es.jacfwd"
-        of_jax: Any = jax.jacfwd if is_forward else jax.jacrev
-        options = {} if is_forward else {"allow_int": self.allow_int}
-        jacobian, rest = of_jax(
+            raise TypeError(_NO_ARRAYS.format(name, empty[0]))
+        # `jax.jacfwd` does not have the option.
+        options = {"allow_int": True} if self.allow_int else {}
+        jacobian, rest = self.of_jax(
             primal.run, self.argnums, True, self.holomorphic, **options
         )(*primal.arrays)
         _, *aux = primal.finish(None, rest)
@@ -105,7 +104,7 @@ def jacfwd(
         assert square.calls == 1
         ```
     """
-    return _jacobian("es.jacfwd", fun, argnums, has_aux, holomorphic)
+    return _jacobian(jax.jacfwd, fun, argnums, has_aux, holomorphic)
 
 
 def jacrev(
@@ -142,7 +141,7 @@ def jacrev(
         assert jacobian["w"].tolist() == [6.0, 6.0] and jacobian["step"] is None
         ```
     """
-    return _jacobian("es.jacrev", fun, argnums, has_aux, holomorphic, allow_int)
+    return _jacobian(jax.jacrev, fun, argnums, has_aux, holomorphic, allow_int)
 
 
 def hessian(
@@ -179,8 +178,12 @@ def hessian(
     return jacfwd(inner, argnums, has_aux, holomorphic)
 
 
+def _name(of_jax: Any) -> str:
+    return f"es.{of_jax.__name__}"
+
+
 def _jacobian(
-    name: str,
+    of_jax: Any,
     fun: Any,
     argnums: Any,
     has_aux: bool,
@@ -190,8 +193,8 @@ def _jacobian(
     return wrap(
         _Jacobian,
         fun,
-        name=name,
-        argnums=as_argnums(argnums, name),
+        of_jax=of_jax,
+        argnums=as_argnums(argnums, _name(of_jax)),
         has_aux=has_aux,
         holomorphic=holomorphic,
         allow_int=allow_int,

@@ -116,14 +116,14 @@ class Mutable(Transform):
     kinds: Kinds = eqx.field(static=True)
     argnums: Argnums = eqx.field(static=True)
     cast: Cast | None = eqx.field(static=True)
-    threads = True
+    returns_model = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         model, run = target(self.f, args, kwargs, self.argnums, "es.mutable")
         return run_on_copy(model, Scope(self.kinds, codecs=codecs_of(self.cast)), run)
 
 
-class _Threaded(Generic[_M_co, _F_co]):
+class _WithModel(Generic[_M_co, _F_co]):
     """The type of `mutable(model)`, for type checkers.
 
     It has the signature of the model, and also returns the new model. `_F_co` is the
@@ -131,7 +131,7 @@ class _Threaded(Generic[_M_co, _F_co]):
     """
 
     def __call__(
-        self: "_Threaded[_M_co, Callable[P, R]]", *args: P.args, **kwargs: P.kwargs
+        self: "_WithModel[_M_co, Callable[P, R]]", *args: P.args, **kwargs: P.kwargs
     ) -> tuple[R, _M_co]: ...
 
 
@@ -142,7 +142,7 @@ def mutable(
     kinds: Any = State,
     argnums: None = None,
     cast: CastLike = None,
-) -> _Threaded[_M, _M]: ...
+) -> _WithModel[_M, _M]: ...
 @overload
 def mutable(
     f: Callable[P, R],

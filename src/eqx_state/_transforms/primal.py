@@ -12,27 +12,27 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._state.codecs import snapshot
-from .cut import cut, is_traced, Rest
+from .cut import cut, Rest, which_traced
 from .lift import Lifted, Ran
 from .reach import check_given
 from .roots import Values
 from .transform import with_aux
 
 
-def has_tangents(tree: Any) -> Any:
+def which_inexact(tree: Any) -> Any:
     """For each leaf, whether it has tangents. An owned module counts as one leaf, which
     has none."""
 
     def is_inexact(is_traced: bool, x: Any) -> bool:
         return is_traced and jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact)
 
-    return jtu.tree_map(is_inexact, is_traced(tree), tree)
+    return jtu.tree_map(is_inexact, which_traced(tree), tree)
 
 
 class PureCall:
     """Turns calls with these arguments into pure functions of some of their arrays.
 
-    - `arrays`: for each argument, the leaves that `is_input` selects, and `None`
+    - `arrays`: for each argument, the leaves that `which_inputs` selects, and `None`
         elsewhere. They are the inputs of the pure function.
 
     Owned modules among the arguments are copied, because the same module in the closure
@@ -44,7 +44,7 @@ class PureCall:
         functions: Any,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        is_input: Callable[[Any], Any],
+        which_inputs: Callable[[Any], Any],
     ):
         check_given(functions, *args, *kwargs.values())
         # In `es.vjp(f, (layer, layer))`, as in JAX, each place has its own cotangent.
@@ -54,7 +54,7 @@ class PureCall:
         self.args, self.kwargs = self.lifted.arguments
         # The caller receives derivatives of this structure, which no scope owns.
         given = snapshot(self.args)
-        self.arrays, self.rest = cut(given, is_input(given))
+        self.arrays, self.rest = cut(given, which_inputs(given))
 
     def __call__(self, f: Any, arrays: Any) -> tuple[Ran, Values]:
         """The result of `f`, and the leaves of the argument copies before the call."""
@@ -67,7 +67,7 @@ class PureCall:
 class Primal:
     """A call of `f` as a pure function of the inexact arrays of its arguments.
 
-    `is_output` selects the part of the output that JAX differentiates.
+    `which_outputs` selects the part of the output that JAX differentiates.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class Primal:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         has_aux: bool,
-        is_output: Callable[[Any], Any] = is_traced,
+        which_outputs: Callable[[Any], Any] = which_traced,
     ):
-        self.f, self.has_aux, self.is_output = f, has_aux, is_output
-        self.call = PureCall(f, args, kwargs, has_tangents)
+        self.f, self.has_aux, self.which_outputs = f, has_aux, which_outputs
+        self.call = PureCall(f, args, kwargs, which_inexact)
         self.arrays = self.call.arrays
 
     def run(self, *arrays: Any) -> tuple[Any, tuple[Ran, Rest]]:
         """The output to differentiate, and everything else as an auxiliary output."""
         ran, _ = self.call(self.f, arrays)
         out, aux = with_aux(ran.out) if self.has_aux else (ran.out, None)
-        out, rest = eqx.partition(out, self.is_output(out))
+        out, rest = eqx.partition(out, self.which_outputs(out))
         computed, static = cut((rest, aux))
         return out, (ran._replace(out=computed), static)
 

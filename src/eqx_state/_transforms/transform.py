@@ -24,7 +24,7 @@ class Transform(eqx.Module):
 
     f: Any
     # Whether a call runs on a private copy of the model, and returns a new model.
-    threads: ClassVar[bool] = False
+    returns_model: ClassVar[bool] = False
     # Whether `__call__` removes our frames from tracebacks itself, and so needs no
     # `boundary`.
     hides_frames: ClassVar[bool] = False
@@ -105,7 +105,7 @@ def wrap(
     assert not args
     check_callable(f)
     f = method_as_pytree(f)
-    if cls.threads and isinstance(f, type) and issubclass(f, eqx.Module):
+    if cls.returns_model and isinstance(f, type) and issubclass(f, eqx.Module):
         raise TypeError(_A_CLASS.format(f.__name__))
     transform = _made(cls, {"f": f, **options})
     if jtu.all_leaves([f]):
