@@ -18,7 +18,7 @@ from .._state.lazy import check_usable
 from .._tree.filters import Filter
 from .._tree.followers import recorded_models
 from .._tree.keys import is_typed
-from .._tree.parts import layer_of, LayerPart
+from .._tree.parts import LayerPart, slice_at
 from .._tree.rules import check_filters
 from .._typing import PyTree, Tree
 from .reading import (
@@ -117,7 +117,7 @@ def save(
         if i not in data:
             data[i] = _as_numpy(whole.value)
         is_layer = isinstance(part, LayerPart)
-        arrays[name] = layer_of(data[i], part.index) if is_layer else data[i]
+        arrays[name] = slice_at(data[i], part.index) if is_layer else data[i]
     if problems:
         lines = ["`es.save` cannot write these arrays:", *sorted(set(problems))]
         raise TypeError("\n".join(lines))

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 
 from .._tree.context import Stacks
 from .._tree.followers import AbstractPerParameter, parameters_of
-from .._tree.parts import Index, indices, is_split, layer_of, layer_path, Part
+from .._tree.parts import Index, indices, is_split, layer_path, Part, slice_at
 from .._tree.walk import leaves, name_of
 from .._typing import KeyPath
 from .layers import PerLayerState
@@ -30,7 +30,7 @@ class _Entry(NamedTuple):
 
     @property
     def value(self) -> Any:
-        return layer_of(self.whole, self.layer) if self.layer else self.whole
+        return slice_at(self.whole, self.layer) if self.layer else self.whole
 
 
 def kept(

@@ -14,7 +14,7 @@ from typing import Any, Final
 import jax.tree_util as jtu
 import optax
 
-from .._tree.parts import in_a_layer, layer_of
+from .._tree.parts import in_a_layer, slice_at
 from .._tree.walk import leaves, map_leaves, name_of, Visit
 from .._typing import PyTree
 from .layers import PerLayerState
@@ -155,7 +155,7 @@ def _unlike_layers(mask: Any, params: PyTree) -> Iterator[str]:
 
 def _first_layer(visit: Visit) -> Any:
     index = (0,) * len(visit.context.stacks)
-    return layer_of(visit.node, index) if index else visit.node
+    return slice_at(visit.node, index) if index else visit.node
 
 
 _MASK: Final = "the mask `{}` has different values for the arrays of one layer"

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 
 from .._compat import shared_node
 from .._tree.base import OnlyInScope
-from .._tree.walk import copy_tree, flatten
+from .._tree.walk import all_modules, copy_tree
 from .._typing import Tree
 
 
@@ -55,10 +55,10 @@ def _is_whole(x: Any) -> bool:
 
 def unscoped(tree: Tree) -> Tree:
     """`tree` with `eqx.nn.Shared` for each `ScopedShared`; a copy, if there is one."""
-    if not any(map(_is_scoped, flatten(tree)[2])):
+    if not any(map(_is_scoped, all_modules(tree))):
         return tree
     tree = copy_tree(tree)
-    for node in filter(_is_scoped, flatten(tree)[2]):
+    for node in filter(_is_scoped, all_modules(tree)):
         node._eqx_state_leave()
     return tree
 

@@ -17,7 +17,7 @@ from .._state.scope import is_owned
 from .._tree.base import dynamic_names, INFERENCE, is_eqx_module
 from .._tree.compare import identical
 from .._tree.unbuilt import fields_of
-from .._tree.walk import flatten
+from .._tree.walk import all_modules
 from .reach import is_model, WRAPPERS
 
 
@@ -82,7 +82,7 @@ def check_unchanged(before: list[Contents], out: Any) -> None:
         now, new_structure = _flat(container)
         if new_structure == structure and identical(now, leaves):
             continue
-        given_back = {id(x) for x in (*flatten(out)[2], *jtu.tree_leaves(out))}
+        given_back = {id(x) for x in (*all_modules(out), *jtu.tree_leaves(out))}
         if module is None:
             known = given_back.union(map(id, leaves))
             if any(id(x) not in known for x in now):

@@ -29,7 +29,7 @@ from .._tree.filters import (
 )
 from .._tree.parts import is_inexact
 from .._tree.rules import check_names, nothing_selected
-from .._tree.walk import flatten
+from .._tree.walk import all_modules
 from .._typing import P, R
 from .cast import as_cast, Cast, CastLike, codecs_of
 from .clashes import check_not_replaced
@@ -80,8 +80,8 @@ class Gradient(Transform):
         selects = bind_to_visits((self.wrt, is_inexact), model)
         selected = [selects(visit) for visit in given.visits if visit.is_leaf]
         if not any(selected):
-            modules = [i for i, x in enumerate(args) if flatten(x)[2]]
-            if self.argnums is not None and modules and not flatten(model)[2]:
+            modules = [i for i, x in enumerate(args) if all_modules(x)]
+            if self.argnums is not None and modules and not all_modules(model):
                 said = self.name, self.argnums, modules[0]
                 raise ValueError(_OTHER_ARGUMENT.format(*said))
             raise nothing_selected(f"{self.name}(wrt", self.wrt, model)

@@ -37,7 +37,7 @@ from .._state.sow import carried_out
 from .._state.write import trace_message
 from .._tree.base import is_module, ownership_of, set_ownership
 from .._tree.compare import same
-from .._tree.walk import flatten, Visit
+from .._tree.walk import all_modules, Visit
 from .clashes import check_not_covered, check_written_once
 from .entries import check_unchanged, contents_in
 from .reach import models_in, owned_in
@@ -231,7 +231,7 @@ class Lifted:
         if self.copies.originals:
             check_written_once(self.leaves, written.keys() - {*returned})
             originals = [self.leaves[slot].field.outside for slot in returned]
-            originals += self.copies.originals_in(flatten(given_out)[2])
+            originals += self.copies.originals_in(all_modules(given_out))
             check_not_covered(self.leaves, written, originals)
         return Ran(out, written, [inner[id(scope)].sown for scope in self.scopes])
 

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, Final
 
-from .._tree.walk import flatten
+from .._tree.walk import all_modules
 from .callables import bound_arguments, receiver
 
 
@@ -59,8 +59,8 @@ def _fits(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _check_has_a_model(f: Any, first: Any, caller: str) -> None:
     """Raise `TypeError` if only a partial has a model, which it binds."""
-    modules = flatten(bound_arguments(f))[2]
-    if modules and not flatten(first)[2]:
+    modules = all_modules(bound_arguments(f))
+    if modules and not all_modules(first):
         raise TypeError(_BOUND.format(caller, type(modules[0]).__name__))
 
 

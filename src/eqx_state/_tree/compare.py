@@ -21,9 +21,9 @@ from .base import (
 )
 from .context import children
 from .walk import (
+    all_modules,
     check_no_cycle,
     copy_tree,
-    flatten,
     is_array,
     leaves,
     name_of,
@@ -61,7 +61,7 @@ def structure_with_holes(tree: PyTree) -> Any:
 def same_modes(tree: Tree) -> Tree:
     """A copy in one fixed mode, as it is outside of scopes, to compare structures."""
     tree = copy_tree(tree)
-    for module in flatten(tree)[2]:
+    for module in all_modules(tree):
         if isinstance(module, OnlyInScope):
             module._eqx_state_leave()
     return set_flags(tree, _without_modes)

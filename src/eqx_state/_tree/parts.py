@@ -167,7 +167,7 @@ def layers_of(part: Part, *, alike: bool = False) -> list[LayerPart]:
 
     @ft.cache
     def slice(index: Index) -> Any:
-        return layer_of(whole, index) if is_cut else whole
+        return slice_at(whole, index) if is_cut else whole
 
     def value(index: Index) -> Any:
         return slice((0,) * len(index) if is_one else index)
@@ -256,7 +256,7 @@ def check_has_axes(visit: Visit) -> None:
         raise ValueError(_NO_AXIS.format(length, jnp.shape(visit.node), visit.name))
 
 
-def layer_of(x: Any, index: Any) -> Any:
+def slice_at(x: Any, index: Any) -> Any:
     """The layer of a stacked array at an index, a slice, or a tuple of indices."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return _abstract_layer(x, index)

@@ -207,6 +207,11 @@ def flatten(tree: PyTree) -> tuple[list[Any], Any, list[Any]]:
     return leaves, structure, modules
 
 
+def all_modules(tree: PyTree) -> list[Any]:
+    """Every `eqx.Module` of a tree, parents first."""
+    return flatten(tree)[2]
+
+
 # --- The implementation. Models repeat the same classes, so choose the step for all
 # nodes of a class at the first one.
 

@@ -25,7 +25,7 @@ from .._transforms.loops import scan
 from .._tree.compare import check_not_repeated, difference
 from .._tree.dtypes import is_readable
 from .._tree.keys import is_key, is_typed, key_at, num_key_axes
-from .._tree.parts import check_stack, layer_of, without_axis
+from .._tree.parts import check_stack, slice_at, without_axis
 from .._tree.walk import copy_tree, is_array, is_numpy, leaves
 from .._typing import PyTree
 
@@ -321,7 +321,7 @@ def _with(new: Stacked[Any], layers: PyTree, length: int) -> Any:
 
 
 def _take(layers: PyTree, index: int | slice) -> PyTree:
-    return jtu.tree_map(lambda x: layer_of(x, index) if is_array(x) else x, layers)
+    return jtu.tree_map(lambda x: slice_at(x, index) if is_array(x) else x, layers)
 
 
 def _ready(stacked: Stacked[Any]) -> PyTree:
