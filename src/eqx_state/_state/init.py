@@ -9,7 +9,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._compat import boundary, has_escaped
-from .._kinds.kinds import Parameter, State
+from .._kinds.kinds import TreePart
 from .._tree.base import (
     BaseModule,
     dynamic_names,
@@ -144,7 +144,7 @@ class InitScope(Scope):
     is_initializing = True
 
     def __init__(self, key: Any):
-        super().__init__((State, Parameter))
+        super().__init__((TreePart,))
         self.key = key
 
     def _begin(self) -> None:

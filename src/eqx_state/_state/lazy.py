@@ -3,6 +3,15 @@
 A placeholder is an ordinary leaf of the pytree, so a lazy model already has its final
 structure, as far as that is known. The key of each value is folded from its path, so
 values do not depend on the order of initialization or on the rest of the model.
+
+The checks of a model before it is used, each a part of the next one:
+
+- `check_initialized`, or `check_none_missing` for visits: nothing is left for `init`.
+- `check_usable`, to run or to store it: no number is in the place of an array.
+- `check_ready`, to take it apart and rebuild it: no stateful module occurs twice.
+
+`check_given` (`_transforms/reach`) is for functions and arguments of a transform: the
+first and the last of these, except for what a scope owns and has checked.
 """
 
 import functools as ft
