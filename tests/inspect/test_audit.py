@@ -251,6 +251,8 @@ REPEATING = {
     ),
     "old mode": lambda model, xs: (model(xs), model.eval()),
     "fold": lambda m, xs: (jr.normal(jr.fold_in(m.rng, 1)), m),
+    "split": lambda m, xs: (jr.normal(jr.split(m.rng, (2, 2))[1][0]), m),
+    "split for lanes": lambda m, xs: (jax.vmap(jr.normal)(jr.split(m.rng, 3)), m),
 }
 
 
@@ -276,11 +278,24 @@ def test_a_key_that_the_step_closes_over(key):
         lambda key, n: (jr.normal(jr.fold_in(key, n)), key, n + 1),
         lambda key, n: (jr.normal(jr.fold_in(KEY, n)), n + 1),
         lambda key, n: (key, n + 1),
+        lambda key, n: (jr.normal(jr.fold_in(jr.split(key)[0], n)), key, n + 1),
     ],
-    ids=["not returned", "folded", "closed over", "not drawn from"],
+    ids=["not returned", "folded", "closed over", "not drawn from", "split, folded"],
 )
 def test_keys_that_differ_in_the_next_step(step):
     assert audit(step, KEY, jnp.array(0)) == []
+
+
+def test_lanes_that_fold_a_counter_into_their_keys():
+    class Counted(es.Module):
+        rng: es.Rng
+        n: es.State = 0
+
+        def __call__(self, x):
+            self.n = self.n + 1
+            return x + jr.normal(jr.fold_in(self.rng, self.n), x.shape)
+
+    assert audit(es.mutable(es.vmap(Counted(KEY))), XS) == []
 
 
 def test_two_equal_keys():

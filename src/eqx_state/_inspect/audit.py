@@ -94,9 +94,10 @@ def audit(step: Callable[P, Any]) -> Callable[P, list[Finding]]:
         `eqx.filter_jit`, outside of modules. Each value compiles the step anew.
 
     The audit also names what you drop on purpose, so read the findings as a list. It
-    misses what depends on values: a gradient that happens to be zero. It finds layers
-    without a gradient best with a new optimizer, because the moments of earlier steps
-    also move a parameter.
+    misses what depends on values: a gradient that happens to be zero. It does not look
+    at averages (`es.Ema`), at modes, or at a model that does not change at all. It
+    finds layers without a gradient best with a new optimizer, because the moments of
+    earlier steps also move a parameter.
 
     **Arguments:**
 
@@ -172,7 +173,9 @@ def _lost(step: TracedStep) -> Found:
             old = flow.named.get(f"{OLD}{n}", Value("new"))
             is_argument = old.what in ("input", "written")
             leaf = step.leaves[old.of] if is_argument else _find(step, mark.name)
-            yield mark.name if leaf is None else _of_whole(leaf), _LOST
+            is_of_optimizer = leaf is not None and leaf.is_of_optimizer
+            text = _LOST_OPTIMIZER if is_of_optimizer else _LOST
+            yield mark.name if leaf is None else _of_whole(leaf), text
 
 
 def _find(step: TracedStep, name: str) -> Leaf | None:
@@ -276,6 +279,9 @@ _COMPILED: Final[Any] = (type(jit(lambda: None)), type(eqx.filter_jit(lambda: No
 _LOST: Final = """is written, and nothing that the step returns depends on the new \
 value. Use the new model: `(loss, model), grads = …`, `y, model = es.mutable(…)(…)`."""
 
+_LOST_OPTIMIZER: Final = """is updated, and nothing that the step returns depends on \
+its new state. Return it: `model, optimizer = optimizer.update(grads, model)`."""
+
 _REPEATED: Final = """is drawn from and comes back as it went in, so the next step \
 draws the same numbers. Store a new key: `self.rng, key = jr.split(self.rng)`."""
 
@@ -297,5 +303,5 @@ write it. Assign it in the forward pass, `self.mean = …`; if this is meant, us
 _CONSTANT: Final = """is an array that the step closes over, so it is a constant of \
 the compiled program, which does not see later values. Pass it as an argument."""
 
-_STATIC: Final = """is a Python number, so each new value compiles the step again. \
-Pass an array: `jnp.asarray(x)`."""
+_STATIC: Final = """is a Python number, so each new value compiles the step again. If \
+it is not a shape, pass an array: `jnp.asarray(x)`."""

@@ -18,8 +18,10 @@ class Value(NamedTuple):
 
     - `what`: `"input"`, unchanged; `"decayed"`, an input times numbers; `"written"`, a
         new value of an input that is state; `"slice"` of a different value, in a step
-        of a loop; `"constant"`, `"zero"`, `"number"`, or `"new"`.
-    - `of`: the number of the input, the `Value` of the whole, or the constant's `id`.
+        of a loop; `"derived"`, a key that is computed from a different key alone;
+        `"constant"`, `"zero"`, `"number"`, or `"new"`.
+    - `of`: the number of the input, the `Value` of the whole or of the first key, or
+        the constant's `id`.
     """
 
     what: str
@@ -122,8 +124,12 @@ class Dataflow:
             self.raw_keys.add(given[0].of)
         if name in _IDENTITIES or _changes_nothing(equation):
             return given
-        # A key that the number of the step is folded into draws new numbers.
-        if is_alive and not (name == "random_fold_in" and _may_change(given[1])):
+        if name in _OF_KEYS and _is_key(equation.invars[0]):
+            # A key that the number of the step is folded into draws new numbers.
+            is_new = given[0] == NEW or any(map(_may_change, given[1:]))
+            key = NEW if is_new else Value("derived", _whole(given[0]))
+            return [key] * len(equation.outvars)
+        if is_alive:
             self.used.update(map(_whole, given))
         return self._computed(equation, given)
 
@@ -209,13 +215,17 @@ def _literal(x: Any) -> Value:
     return ZERO if x.val == 0 else LITERAL
 
 
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.aval.dtype, jax.dtypes.prng_key)
+
+
 def _may_change(x: Value) -> bool:
     """Whether a value may differ in the next step."""
     return x not in (ZERO, LITERAL) and x.what != "constant"
 
 
 def _whole(x: Value) -> Value:
-    while x.what == "slice":
+    while x.what in ("slice", "derived"):
         x = x.of
     return x
 
@@ -233,6 +243,11 @@ def _changes_nothing(equation: Any) -> bool:
 _IDENTITIES: Final = frozenset(
     "name copy copy_p optimization_barrier random_wrap random_unwrap"
     " sharding_constraint reshard pvary pcast".split()
+)
+# Of a key: new keys, or the same in a different place.
+_OF_KEYS: Final = frozenset(
+    "random_split random_fold_in broadcast_in_dim dynamic_slice gather reshape slice"
+    " squeeze transpose".split()
 )
 _OWNED: Final = frozenset({"input", "written"})
 _SUMS: Final = frozenset("add add_any sub".split())
