@@ -280,3 +280,10 @@ def test_static_values_that_are_equal_but_not_identical_take_the_fast_path():
     assert jnp.all(f(Leaf(jnp.ones(2), Config((1000, 1)))) == 1001.0)
     assert jnp.all(f(Leaf(jnp.ones(2), Config((1000, 2000)))) == 3000.0)
     assert len(traces) == 2
+
+
+def test_a_call_that_jax_cannot_flatten_is_the_error_of_jax():
+    tree = {1: jnp.ones(2), "a": jnp.ones(2)}
+    for jit in (jax.jit, es.jit):
+        with pytest.raises(ValueError, match="sorting pytree dictionary keys"):
+            jit(lambda tree: tree)(tree)
