@@ -378,12 +378,82 @@ def test_a_layer_that_is_appended_starts_at_zero(group):
             if name.endswith("count") and ".stacks" in name:
                 assert x.tolist() == [3, 3, 3, 0][:n]
             elif "learning_rate" in name and ".stacks" in name:
-                assert jnp.allclose(x, jnp.array([0.5, 0.5, 0.5, RATE])[:n])
+                assert (x == 0.5).all()
             elif "blocks[3]" in name:
                 assert not x.any()
             elif "hyperparams" not in name:
                 assert (x == before[name]).all()
         refitted.update(new, new)
+
+
+INJECT = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)
+
+
+def steps(tx, model, n=3):
+    optimizer = es.Optimizer(tx).init(model)
+    for _ in range(n):
+        model, optimizer = optimizer.update(es.filter(model, es.trainable), model)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("make", [stacked, nested])
+@pytest.mark.parametrize("frozen", ["blocks", "head"])
+def test_a_part_that_is_new_has_counts_and_hyperparameters(frozen, make):
+    model = es.freeze(make(), lambda m: getattr(m, frozen))
+    model, optimizer = steps(es.per_layer(INJECT(RATE)), model)
+    optimizer, model = optimizer.set(learning_rate=0.5), es.unfreeze(model)
+    refitted = optimizer.refit(model)
+    for name, x in es.state_dict(refitted).items():
+        if "['learning_rate']" in name:
+            assert (x == 0.5).all()
+        elif name.endswith("count"):
+            assert (x == 3).all()
+        elif ".mu." in name:
+            assert x.any() == (frozen not in name)
+    assert len(refitted.hyperparams) == 2 * len(optimizer.hyperparams)
+    traced = es.jit(lambda optimizer, model: optimizer.refit(model))(optimizer, model)
+    assert eqx.tree_equal(traced, refitted)
+
+
+def test_rates_by_layer_are_neither_lent_nor_replaced():
+    tx = es.per_layer(lambda layer: INJECT(0.5**layer))
+    one, three = stacked(n=1).blocks, stacked().blocks
+    for old in ({"one": one}, {"three": three}):
+        _, optimizer = steps(tx, old)
+        parts = optimizer.refit({"one": one, "three": three}).opt_state.stacks
+        rates = [x.hyperparams["learning_rate"].tolist() for x in parts.values()]
+        assert rates == [[1.0], [1.0, 0.5, 0.25]]
+        assert all((x.count == 3).all() for x in parts.values())
+    longer = optimizer.refit({"three": stacked(n=4).blocks})
+    rates = longer.hyperparams["learning_rate"]
+    assert rates.tolist() == [1.0, 0.5, 0.25, 0.125]
+
+
+@reuses_keys
+def test_keys_and_moments_are_not_lent():
+    # As many numbers as one layer has, which is all that `flatten` shows of a model.
+    model = {"w": jnp.ones(15)}
+    noise = optax.add_noise(1.0, 0.5, jr.key(0))
+    tx = es.per_layer(optax.chain(noise, optax.flatten(optax.adam(RATE))))
+    _, optimizer = steps(tx, model)
+    state = optimizer.refit({**model, "blocks": stacked().blocks}).opt_state
+    noise, (adam, *_) = state.stacks["['blocks']"]
+    assert adam.count.tolist() == [3, 3, 3]
+    assert not adam.mu.any()
+    assert len({*map(str, jr.key_data(noise.rng_key))}) == 3
+
+
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(listed, stacked), (stacked, listed)])
+def test_a_list_and_a_stack_keep_the_state_of_each_other(before, after, group):
+    tx = es.per_layer(LAMB)
+    tx = {es.inside(Layer): tx, ...: SGD} if group else tx
+    model, optimizer = trained(tx, before)
+    blocks = [*model.blocks]
+    blocks = es.nn.Stacked(blocks) if after is stacked else blocks
+    other = model.replace(blocks=blocks)
+    expected, _ = optimizer.update(before(1), model)
+    close(expected, optimizer.refit(other).update(after(1), other)[0])
 
 
 def test_nested_stacks_keep_their_counts():

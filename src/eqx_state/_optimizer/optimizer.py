@@ -270,7 +270,15 @@ class Optimizer(AbstractPerParameter):
 
         Names decide, as in files, not the objects. A layer that you append to a list is
         new. If you take one out of the middle of a list, the names behind it shift, and
-        a later layer gets the moments of the one that had its name before.
+        a later layer gets the moments of the one that had its name before. A list and
+        an `es.nn.Stacked` have the same names, so each keeps the state of the other.
+
+        With [`es.per_layer`][eqx_state.per_layer], each layer has its own counts and
+        hyperparameters. A layer that you append to a stack has counts of 0, and the
+        hyperparameters of the other layers. A stack that is new to the optimizer, such
+        as one that was frozen, has the counts and hyperparameters of the arrays outside
+        of stacks, or else of another stack; and such arrays have those of a stack.
+        Values that differ from layer to layer are not passed on.
 
         **Arguments:**
 

@@ -2,10 +2,15 @@
 
 Names decide what belongs together, as in files. The name of a moment is its place in
 the state without the group, and the name of its parameter, layer by layer in a stack.
-Anything else in the state, such as a count, is named by its path, and in the state of
-`es.per_layer` by the number of its layer, too: a layer that is appended starts at 0.
+The state of `es.per_layer` has parts, one for each stack and one for all other arrays.
+The name of a moment does not contain the part, so a list and a stack have equal names.
+
+Anything else in the state, such as a count, is named by its path, its part, and the
+number of its layer. If the part is new, another one lends it the value. A layer that is
+appended starts with a count of 0, and only hyperparameters are lent to it.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -14,6 +19,7 @@ import jax.tree_util as jtu
 
 from .._tree.context import Stacks
 from .._tree.followers import AbstractPerParameter, parameters_of
+from .._tree.keys import is_key
 from .._tree.parts import Index, indices, is_split, layer_path, Part, slice_at
 from .._tree.walk import leaves, name_of
 from .._typing import KeyPath
@@ -27,10 +33,20 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]  # of the parameter that it belongs to
     whole: Any  # the array, or the stacked array
     layer: Index  # its index; empty outside of a stack
+    part: KeyPath = ()  # of the state of `es.per_layer` that contains it
+    path: KeyPath = ()  # without the part; empty for a moment
 
     @property
     def value(self) -> Any:
         return slice_at(self.whole, self.layer) if self.layer else self.whole
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.shape, self.whole.shape[len(self.layer) :]
+
+    def fits(self, new: "_Entry") -> bool:
+        is_complex = [jnp.iscomplexobj(x.whole) for x in (self, new)]
+        return self.shapes == new.shapes and is_complex[0] == is_complex[1]
 
 
 def kept(
@@ -40,8 +56,44 @@ def kept(
 
     `group`: where the paths of moments contain the group; `None` without groups.
     """
-    known = {x.key: x for entries in _entries(old, group) for x in entries}
-    return [_joined(known, entries) for entries in _entries(new, group)]
+    known: dict[Hashable, _Entry] = {}
+    lenders: dict[KeyPath, list[_Entry]] = defaultdict(list)
+    for entries in _entries(old, group):
+        known |= {x.key: x for x in entries}
+        if (first := entries[0]).path:
+            lenders[first.path].append(first)
+    found = []
+    for entries in _entries(new, group):
+        first = entries[0]
+        if first.path and any(x.key not in known for x in entries):
+            whole = _lent(lenders[first.path], first)
+            entries = [x._replace(whole=whole) for x in entries]
+        found.append(_joined(known, entries))
+    return found
+
+
+def _lent(lenders: list[_Entry], new: _Entry) -> Any:
+    """The array of `new`, with the value of the same array in another part.
+
+    Values that differ from layer to layer are neither lent nor replaced, such as the
+    learning rates of a function of the layer.
+    """
+    is_hyperparameter = jtu.GetAttrKey("hyperparams") in new.path
+    lenders = [x for x in lenders if x.fits(new)]
+    if any(x.part == new.part for x in lenders):  # layers were appended
+        lenders = [x for x in lenders if x.part == new.part and is_hyperparameter]
+    # A larger array may belong to parameters. The layers must not share a key.
+    if is_key(new.whole) or not (is_hyperparameter or new.value.shape == ()):
+        return new.whole
+    value = new.value
+    for x in reversed(lenders):
+        value = jnp.where(_is_uniform(x), _like(x.value, value), value)
+    return jnp.where(_is_uniform(new), value, new.whole)
+
+
+def _is_uniform(x: _Entry) -> Any:
+    """Whether all layers have the same value; traced under `jax.jit`."""
+    return (x.whole == x.value).all()
 
 
 def _joined(known: dict[Hashable, _Entry], entries: list[_Entry]) -> Any:
@@ -55,29 +107,32 @@ def _joined(known: dict[Hashable, _Entry], entries: list[_Entry]) -> Any:
     return jnp.stack(values).reshape(whole.shape)
 
 
-def _stacks_of_states(optimizer: AbstractPerParameter) -> dict[KeyPath, Stacks]:
-    """For the path of each state of `es.per_layer`, the stacks whose axes it has."""
+def _parts_of_states(
+    optimizer: AbstractPerParameter,
+) -> dict[KeyPath, tuple[KeyPath, Stacks]]:
+    """Map the path of each part of each state of `es.per_layer`.
+
+    To the path of the state, and the stacks whose axes the part has.
+    """
     stacks = {}
     for visit in leaves(optimizer._recorded_model()):
         if above := visit.context.stacks:
             stacks[name_of(visit.path[: above[-1][0]])] = above
     is_state = lambda x: isinstance(x, PerLayerState)  # noqa: E731
-    nodes = jtu.tree_leaves_with_path(optimizer, is_leaf=is_state)
-    return {
-        (*path, jtu.GetAttrKey("stacks"), jtu.DictKey(name)): stacks[name]
-        for path, state in nodes
-        if is_state(state)
-        for name in state.stacks
-    }
+    found: dict[KeyPath, tuple[KeyPath, Stacks]] = {}
+    for path, state in jtu.tree_leaves_with_path(optimizer, is_leaf=is_state):
+        if is_state(state):
+            found[*path, jtu.GetAttrKey("others")] = path, ()
+            for name in state.stacks:
+                part = *path, jtu.GetAttrKey("stacks"), jtu.DictKey(name)
+                found[part] = path, stacks[name]
+    return found
 
 
 def _found(known: dict[Hashable, _Entry], new: _Entry) -> _Entry:
     """The known entry of the same name and shapes, or `new` itself."""
     old = known.get(new.key, new)
-    shapes = [x.whole.shape[len(x.layer) :] for x in (old, new)]
-    is_same = old.shape == new.shape and shapes[0] == shapes[1]
-    is_complex = [jnp.iscomplexobj(x.whole) for x in (old, new)]
-    return old if is_same and is_complex[0] == is_complex[1] else new
+    return old if old.fits(new) else new
 
 
 def _like(x: Any, new: Any) -> Any:
@@ -86,25 +141,27 @@ def _like(x: Any, new: Any) -> Any:
 
 def _entries(optimizer: AbstractPerParameter, group: int | None) -> list[list[_Entry]]:
     """The entries of each leaf, in the order of flattening."""
-    parameters = parameters_of(optimizer)
-    per_layer = _stacks_of_states(optimizer)
+    parameters, parts = parameters_of(optimizer), _parts_of_states(optimizer)
     found: list[list[_Entry]] = []
     for visit in leaves(optimizer):
+        prefixes = (visit.path[:n] for n in range(len(visit.path)))
+        part = next((x for x in prefixes if x in parts), ())
+        state, stacks = parts.get(part, ((), ()))
+        path, node = (*state, *visit.path[len(part) :]), visit.node
         if visit.path not in parameters:
-            prefixes = (visit.path[:n] for n in range(len(visit.path)))
-            stacks = next((per_layer[x] for x in prefixes if x in per_layer), ())
             each = indices(stacks) or [()]
-            found.append([_Entry((visit.path, i), (), visit.node, i) for i in each])
+            found.append(
+                [_Entry((part, path, i), (), node, i, part, path) for i in each]
+            )
             continue
         parameter = parameters[visit.path].parameter
-        where = visit.path[: len(visit.path) - len(parameter.path)]
+        where = path[: len(path) - len(parameter.path)]
         if group is not None:
             where = where[:group] + where[group + 1 :]
-        part, shape = Part(visit), parameter.node.shape
-        stacks = parameter.context.stacks if is_split(part) else ()
-        entries = []
+        stacks = parameter.context.stacks if is_split(Part(visit)) else ()
+        shape, entries = parameter.node.shape, []
         for i in indices(stacks) or [()]:
             name = name_of(layer_path(parameter.path, stacks, i))
-            entries.append(_Entry((where, name), shape[len(i) :], visit.node, i))
+            entries.append(_Entry((where, name), shape[len(i) :], node, i))
         found.append(entries)
     return found
