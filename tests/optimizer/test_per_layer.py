@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import optax
 import optax.contrib
 import pytest
@@ -209,10 +210,37 @@ def test_a_function_of_the_layer_is_for_stacks_only():
         es.Optimizer(es.per_layer(rates)).init(stacked())
 
 
-@pytest.mark.parametrize("wrong", [optax.lamb, 0.1, lambda layer: 0.1, Layer])
+@pytest.mark.parametrize("wrong", [optax.lamb, 0.1, Layer])
 def test_it_takes_a_transformation(wrong):
     with pytest.raises(TypeError, match=r"takes an optax transformation.*was given"):
+        es.per_layer(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda layer: 0.1, r"`.*<lambda>` returned `float`"),
+        (lambda: SGD, r"`.*<lambda>` cannot be called with one argument"),
+        (getattr, r"`getattr` cannot be called with one argument"),
+    ],
+)
+def test_a_function_is_called_with_the_number_and_returns_one(wrong, said):
+    with pytest.raises(TypeError, match=said):
         es.per_layer(wrong).init(stacked().blocks)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda layer: LAMB if layer > 1 else SGD,
+        lambda layer: optax.sgd([0.1, 0.2, 0.3][layer]),
+        lambda layer: optax.sgd(np.asarray(layer)),
+    ],
+    ids=["if", "index", "numpy"],
+)
+def test_the_number_of_a_layer_is_traced(make):
+    with pytest.raises(TypeError, match="number of the layer is traced"):
+        es.per_layer(make).init(stacked().blocks)
 
 
 def test_each_layer_has_its_own_hyperparameters():
@@ -295,6 +323,18 @@ def test_an_array_without_the_axis_of_the_stack():
 def test_per_layer_of_per_layer():
     twice = es.per_layer(es.per_layer(LAMB))
     close(trained(twice, stacked)[0], trained(es.per_layer(LAMB), stacked)[0])
+
+
+@pytest.mark.parametrize("tx", [SGD, rates])
+def test_a_shard_of_the_layers_is_updated_outside(tx):
+    mesh = jax.make_mesh((2,), ("layers",), (jax.sharding.AxisType.Auto,))
+    model = stacked(n=2).blocks
+    optimizer = es.Optimizer(es.per_layer(tx)).init(model)
+    shards = ft.partial(es.shard_map, mesh=mesh, out_specs=P("layers"))
+    with pytest.raises(ValueError, match=r"`layers\.w`.*2 layers.*update outside"):
+        shards(optimizer.update, in_specs=P("layers"))(model, model)
+    grads = shards(lambda m: m, in_specs=P("layers"))(model)
+    close(optimizer.update(model, model)[0], optimizer.update(grads, model)[0])
 
 
 # --- Ensembles, loops, files, shardings, changed models

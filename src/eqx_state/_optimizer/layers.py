@@ -1,6 +1,7 @@
 """`es.per_layer`: an optax transformation that treats each layer of a stack alone."""
 
 import functools as ft
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -12,9 +13,10 @@ import jax.random as jr
 import jax.tree_util as jtu
 import optax
 
+from .._compat import manual_axes
 from .._tree.keys import is_key, key_at, num_key_axes
 from .._tree.parts import check_has_axes, in_a_layer, is_in_a_layer
-from .._tree.walk import leaves, name_of
+from .._tree.walk import leaves, name_of, Visit
 from .._typing import KeyPath, PyTree
 from .groups import with_extra_args
 
@@ -75,10 +77,12 @@ def per_layer(
 
     **Raises:**
 
-    - `TypeError`: `tx` is neither a transformation nor a function that returns one.
+    - `TypeError`: `tx` is neither a transformation nor a function that returns one for
+        the number of a layer.
     - `ValueError`, in `init`: `tx` is a function, and an array is not in a stack.
     - `ValueError`, in `update`: `tx` calls an argument that is a function of all
-        parameters, such as `value_fn=`; or there is one gradient for each example.
+        parameters, such as `value_fn=`; or there is one gradient for each example; or
+        in `es.shard_map`, a device has only some of the layers.
 
     !!! example
 
@@ -105,15 +109,15 @@ def per_layer(
         ```
     """
     make: Any = None if _is_transformation(tx) else tx
-    if make is not None and not _is_users_function(make):
+    if make is not None:
         given = getattr(tx, "__qualname__", type(tx).__qualname__)
-        raise TypeError(_NOT_A_TX.format(given))
+        if not _is_users_function(make):
+            raise TypeError(_NOT_A_TX.format(given))
+        if not _takes_a_number(make):
+            raise TypeError(_NO_ARGUMENT.format(given))
 
     def of(layer: Any) -> optax.GradientTransformationExtraArgs:
-        made = tx if make is None else make(layer)
-        if not _is_transformation(made):
-            raise TypeError(_NOT_A_TX.format(type(made).__qualname__))
-        return with_extra_args(made)
+        return with_extra_args(tx if make is None else _made(make, layer))
 
     def init(params: PyTree) -> PerLayerState:
         others, stacks = _by_stack(params)
@@ -180,6 +184,35 @@ def _is_users_function(x: Any) -> bool:
     return callable(x) and not is_model and not of_optax
 
 
+def _takes_a_number(make: Callable[..., Any]) -> bool:
+    """Whether the user's function can be called with one argument."""
+    try:
+        inspect.signature(make).bind(0)
+    except (TypeError, ValueError):  # `ValueError`: it has no signature
+        return False
+    return True
+
+
+def _made(make: Callable[[Any], Any], layer: Any) -> Any:
+    """The transformation that the user's function returns for a layer."""
+    try:
+        made = make(layer)
+    except _NOT_CONCRETE as error:
+        error.add_note(_TRACED)
+        raise
+    if not _is_transformation(made):
+        name = getattr(make, "__qualname__", type(make).__qualname__)
+        raise TypeError(_RETURNED.format(name, type(made).__qualname__))
+    return made
+
+
+_NOT_CONCRETE: Final = (
+    jax.errors.ConcretizationTypeError,  # `if layer > 1`
+    jax.errors.TracerArrayConversionError,  # `np.sqrt(layer)`
+    jax.errors.TracerIntegerConversionError,  # `rates[layer]`
+)
+
+
 def _by_stack(tree: PyTree) -> tuple[_Part | None, list[_Part]]:
     """The arrays outside of stacks, if there are any, and those of each stack."""
     others: list[int] = []
@@ -188,7 +221,7 @@ def _by_stack(tree: PyTree) -> tuple[_Part | None, list[_Part]]:
     for i, visit in enumerate(visits):
         above = visit.context.stacks
         if above and not is_in_a_layer():  # there, the arrays lack the axis
-            check_has_axes(visit)
+            _check_has_all_layers(visit)
             path = visit.path[: above[-1][0]]
             new = _Part(name_of(path), tuple(n for _, n in above), [])
             stacks.setdefault(path, new).positions.append(i)
@@ -196,6 +229,15 @@ def _by_stack(tree: PyTree) -> tuple[_Part | None, list[_Part]]:
             others.append(i)
     first = _Part(visits[others[0]].name, (), others) if others else None
     return first, [*stacks.values()]
+
+
+def _check_has_all_layers(visit: Visit) -> None:
+    """Raise `ValueError` unless an array has the axes of the stacks around it."""
+    lengths = tuple(n for _, n in visit.context.stacks)
+    if manual_axes() and visit.node.shape[: len(lengths)] != lengths:
+        length = "×".join(map(str, lengths))
+        raise ValueError(_A_SHARD.format(visit.name, visit.node.shape, length))
+    check_has_axes(visit)
 
 
 def _state(
@@ -269,6 +311,26 @@ _NOT_A_TX: Final = """`es.per_layer` takes an optax transformation, \
 `es.per_layer(optax.lamb(1e-3))`, or a function of the layer's number that returns \
 one, `es.per_layer(lambda layer: optax.adamw(1e-3 * 0.8 ** (11 - layer)))`, but `{}` \
 was given."""
+
+_NO_ARGUMENT: Final = """The function that `es.per_layer` takes has the number of the \
+layer as its argument, but `{}` cannot be called with one argument. Pass a \
+transformation, `es.per_layer(optax.lamb(1e-3))`, or a function, `es.per_layer(lambda \
+layer: optax.adamw(1e-3 * 0.8 ** (11 - layer)))`."""
+
+_RETURNED: Final = """The function that `es.per_layer` takes returns an optax \
+transformation, but `{}` returned `{}`: `es.per_layer(lambda layer: optax.adamw(1e-3 * \
+0.8 ** (11 - layer)))`."""
+
+_TRACED: Final = """The function in `es.per_layer` is called once for all layers, so \
+the number of the layer is traced. Compute with it in `jax.numpy`, such as \
+`optax.sgd(jnp.where(layer > 1, 1e-3, 1e-4))` or `optax.sgd(jnp.array(rates)[layer])`. \
+For layers with different transformations, divide the stack into two, \
+`(stacked[:2], stacked[2:])`, and give each one a group of its own."""
+
+_A_SHARD: Final = """`es.per_layer` needs all layers of a stack, but in this \
+`es.shard_map`, `{}` has shape {}, and the stack has {} layers. Return the gradients \
+from `es.shard_map`, and update outside: `model, optimizer = optimizer.update(grads, \
+model)`."""
 
 _OUTSIDE: Final = """`es.per_layer` was given a function of the layer's number, but \
 `{}` is not in an `es.nn.Stacked`. Give such arrays a group of their own:
