@@ -58,9 +58,20 @@ def per_layer(
     stacked. Arrays outside of stacks are updated as usual.
 
     Element-wise transformations (`sgd`, `adam`, `adamw`, `lion`, …) do not need it.
-    Inside, `tx` sees the arrays of one layer, so keep outside what looks across arrays,
-    such as `optax.clip_by_global_norm`, `optax.apply_if_finite` or a line search:
+    Inside, `tx` sees the arrays of one layer, so keep outside what looks across arrays:
+    `optax.clip_by_global_norm`, `optax.apply_if_finite`, a line search, `optax.lbfgs`,
+    methods that estimate one learning rate for the model (`dog`, `prodigy`,
+    `mechanize`), and `schedule_free`, whose `schedule_free_eval_params` needs its state
+    outside. For example,
     `optax.chain(optax.clip_by_global_norm(1.0), es.per_layer(optax.lamb(1e-3)))`.
+
+    A mask that is a function is called with the arrays of one layer. A mask that is a
+    tree of bools is used as it is, and not checked: if you have made it from the
+    shapes of the stacked arrays, it sees an axis too many.
+
+    After `optimizer.refit(model)`, a layer that was appended to a stack has counts of
+    0. It has the hyperparameters of the other layers, if these are all equal and `tx`
+    does not make them differ; otherwise those that `tx` gives it.
 
     **Arguments:**
 

@@ -79,6 +79,10 @@ class Optimizer(AbstractPerParameter):
     If `tx` is a mapping of rules, each array that `wrt` selects belongs to one group.
     Each group has its own transformation, which sees only that group.
 
+    An `es.nn.Stacked` is one array to optax. A transformation that looks at whole
+    arrays, such as `optax.lamb`, belongs in [`es.per_layer`][eqx_state.per_layer], and
+    is an error in `init` otherwise, unless you pass `stacks="arrays"`.
+
     `optax.lookahead` is not supported, because its parameters are a pair.
 
     !!! example
@@ -123,9 +127,10 @@ class Optimizer(AbstractPerParameter):
             compared by identity, so create them once, outside the training loop.
         - `wrt`: the filter for the arrays to optimize. Default: `es.trainable`.
         - `stacks`: `"arrays"` if a transformation that looks at whole arrays, such as
-            `optax.lamb`, is meant to see an `es.nn.Stacked` as one array. By default
-            that is an error in `init`, because all layers would share one norm: use
-            [`es.per_layer`][eqx_state.per_layer].
+            `optax.lamb`, or a mask by `ndim`, is meant to see an `es.nn.Stacked` as one
+            array. By default that is an error in `init`, because all layers would share
+            one norm: use [`es.per_layer`][eqx_state.per_layer]. A mask that is a tree
+            of bools, and transformations that are not of optax, are not checked.
 
         **Raises:**
 
@@ -274,10 +279,11 @@ class Optimizer(AbstractPerParameter):
         an `es.nn.Stacked` have the same names, so each keeps the state of the other.
 
         With [`es.per_layer`][eqx_state.per_layer], each layer has its own counts and
-        hyperparameters. A layer that you append to a stack has counts of 0, and the
-        hyperparameters of the other layers. A stack that is new to the optimizer, such
-        as one that was frozen, has the counts and hyperparameters of the arrays outside
-        of stacks, or else of another stack; and such arrays have those of a stack.
+        hyperparameters. A layer that you append to a stack has counts of 0, so that a
+        schedule starts for it, and the hyperparameters of the other layers. A stack
+        that is new to the optimizer, such as one that was frozen, has the counts and
+        hyperparameters of the arrays outside of stacks, or else of another stack; and
+        if such arrays are new, they have those of a stack.
         Values that differ from layer to layer are not passed on.
 
         **Arguments:**
