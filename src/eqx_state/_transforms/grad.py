@@ -121,7 +121,8 @@ class Gradient(Transform):
         lifted.commit(ran)
         # What was not written is the caller's own.
         triples = zip(is_new, returned, given.leaves, strict=True)
-        new = given.structure.unflatten(x if new else own for new, x, own in triples)
+        leaves = (new if changed else own for changed, new, own in triples)
+        new = given.structure.unflatten(leaves)
         holes = [None] * len(selected)
         grads = given.structure.unflatten(with_selected(gradient, holes))
         names = _UNPACKED[self.name, self.has_aux]

@@ -145,7 +145,14 @@ def roots_among(reached: Sequence[Any], copies: "Copies") -> list[Root]:
     stops = [*itertools.accumulate(sizes, initial=0)]
     pairs = zip(outermost, itertools.pairwise(stops), strict=True)
     return [
-        Root(x, copies.original(x), ownership_of(x), t, range(*ends), copies.test(x))
+        Root(
+            x,
+            copies.original(x),
+            ownership_of(x),
+            t,
+            range(*ends),
+            copies.is_lifted_in(x),
+        )
         for (x, t), ends in pairs
     ]
 
@@ -200,8 +207,8 @@ class Copies(NamedTuple):
     def is_copy(self, x: Any) -> bool:
         return id(x) in self.originals
 
-    def test(self, module: Any) -> Callable[[Any], bool]:
-        """What says whether something in this module is a lifted module."""
+    def is_lifted_in(self, module: Any) -> Callable[[Any], bool]:
+        """A function: whether something in this module is lifted, too."""
         return self.is_copy if self.is_copy(module) else is_owned
 
     def original(self, x: Any) -> Any:
