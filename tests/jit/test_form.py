@@ -1,6 +1,10 @@
 """The fast path of `es.jit`: only a call with the same signature takes it."""
 
+import collections
 import dataclasses
+import functools as ft
+import itertools
+import types
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,9 +18,14 @@ import pytest
 
 import eqx_state as es
 from eqx_state._jit import results
+from eqx_state._jit.call import cache_key_of, JitCall
 from eqx_state._jit.form import form_of
-from eqx_state._jit.programs import Plan
+from eqx_state._jit.options import Options
+from eqx_state._jit.programs import form_of_call, Plan, programs_of
 from eqx_state._jit.results import Output
+from eqx_state._jit.static import is_hashable
+from eqx_state._transforms.transform import method_as_pytree
+from eqx_state._tree.compare import identical
 
 
 class Pair(NamedTuple):
@@ -161,6 +170,91 @@ def test_a_plan_takes_only_equal_trees(one, other):
     copied = jax.tree.map(lambda x: x, one)
     assert takes(one, copied)
     assert takes(one, other) == (key_of(one) == key_of(other))
+
+
+# --- Laws of the called function ------------------------------------------------------
+
+
+def scale(held, x):
+    return held.weight * x
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """A decorator. All objects of this class share their programs."""
+
+    f: Any = scale
+    factor: Any = 2.0  # `True` is not 1
+
+    def __call__(self, *args):
+        return (5.0 if self.factor is True else self.factor) * self.f(*args)
+
+
+class Model(es.Module):
+    weight: es.Parameter
+
+
+class Trainer:
+    def __init__(self, weight):
+        self.weight = weight
+
+
+class WithoutWeakReferences:
+    __slots__ = ("weight",)
+    __init__ = Trainer.__init__
+
+
+class Weights(NamedTuple):
+    weight: Any
+
+
+def bound(f, held):
+    """A method, as Equinox binds it."""
+    return method_as_pytree(types.MethodType(f, held))
+
+
+HELD = (
+    *(cls(jnp.array(x)) for cls in (Model, Weights) for x in (2.0, 3.0)),
+    *(cls(x) for cls in (Trainer, WithoutWeakReferences) for x in (2.0, 3.0)),
+)
+FUNCTIONS = (
+    scale,
+    *(Times(scale, x) for x in (1, True, 2.0)),
+    *(es.vmap(scale, in_axes=(None, i)) for i in (0, 1)),
+)
+WRAPPERS = {
+    "none": [],
+    "vmap": [es.vmap],
+    "checkpoint": [es.checkpoint, eqx.Partial],
+    "Equinox's": [eqx.filter_vmap],
+    "Partial": [eqx.Partial],
+    "JAX's Partial": [jtu.Partial],
+    "partial": [ft.partial],
+    "decorator": [Times],
+    "two": [eqx.Partial, ft.partial(es.vmap, in_axes=1)],
+}
+BINDINGS = bound, types.MethodType, eqx.Partial, ft.partial
+Y = jnp.arange(8.0).reshape(2, 2, 2)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_callables_that_share_a_plan_or_a_program_do_the_same(name):
+    by_programs = collections.defaultdict(list)
+    for bind, f, held in itertools.product(BINDINGS, FUNCTIONS, HELD):
+        f = es.jit(ft.reduce(lambda f, wrap: wrap(f), WRAPPERS[name], bind(f, held))).f
+        call, form = JitCall(f, (Y,), {}), form_of_call(f, (Y,), {})
+        if all(is_hashable(x) for x in call.leaves if not eqx.is_array(x)):
+            assert identical(call.arrays(), form.arrays)
+            found = f, cache_key_of(call), form, Plan(None, form)
+            by_programs[programs_of(f, Options())].append(found)
+    for found in by_programs.values():
+        alike = collections.defaultdict(list)
+        for f, key, form, _ in found:
+            assert all(key == other for _, other, _, plan in found if plan.fits(form))
+            weights = tuple(map(float, form.arrays[:-1]))  # all arrays but `Y`
+            alike[key, weights].append(f)
+        for first, *others in alike.values():
+            assert not others or all(jnp.array_equal(first(Y), f(Y)) for f in others)
 
 
 def nodes_of(n):

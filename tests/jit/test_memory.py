@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import types
 import weakref
 
 import equinox as eqx
@@ -186,12 +187,19 @@ def method_of_equal_objects():
     return es.jit(es.vmap(value.step)), value
 
 
+def method_of_a_module():
+    value = Plain()
+    f = types.MethodType(lambda m, x: m.weight * x if value else x, model().a)
+    return es.jit(eqx.Partial(es.vmap(f))), value
+
+
 GOING = [
     static_value,
     closure,
     callable_object,
     method,
     method_of_equal_objects,
+    method_of_a_module,
 ]
 
 

@@ -4,7 +4,8 @@ import collections
 import contextlib
 import functools as ft
 import operator
-from typing import Any
+import types
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -137,6 +138,42 @@ def test_callables_without_weak_references_take_the_fast_path():
     assert (first(tree), second(tree)) == (1, 2)
     with short_way_only():
         assert (first(tree), second(tree)) == (1, 2)
+
+
+class Rate(Scale):
+    def scale(self, x):
+        return self(x)
+
+    vmapped = es.vmap(scale)
+
+
+class Pair(NamedTuple):
+    factor: Any
+    scale = Rate.scale
+    __call__ = Scale.__call__
+
+
+RATE, PAIR = Rate(3.0), Pair(3.0)
+MAPPED = es.vmap(Rate.scale, in_axes=(None, 0))
+CALLABLES = {
+    "method": lambda: RATE.scale,
+    "__call__": lambda: RATE.__call__,
+    "mutable": lambda: es.mutable(RATE.scale),
+    "mapped": lambda: es.vmap(RATE.scale),
+    "decorated": lambda: RATE.vmapped,
+    "Partial": lambda: eqx.Partial(es.vmap(eqx.Partial(RATE.scale))),
+    "method of a vmap": lambda: types.MethodType(MAPPED, RATE),
+    "method of a tuple": lambda: PAIR.scale,
+}
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_every_callable_takes_the_fast_path(name):
+    make, x = CALLABLES[name], jnp.ones(2)
+    general = es.jit(make())(x)
+    with short_way_only():
+        same(es.jit(make())(x), general)
+    same(general, make()(x))
 
 
 # --- Arguments and fields -------------------------------------------------------------

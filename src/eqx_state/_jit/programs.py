@@ -19,7 +19,7 @@ import jax
 
 from .._compat import jaxpr_of, PROGRAM_ERRORS, run_in_program
 from .._state.scope import is_any_open, is_open_here
-from .._transforms.callables import is_bound_method
+from .._transforms.callables import with_origin_as_leaf
 from .call import cache_key_of, is_of_plain_object, JitCall, origin_of
 from .checks import callbacks_in, raise_failed_check, unlogged, wait
 from .form import Form, form_of
@@ -172,7 +172,7 @@ class Programs:
         """`f(*args, **kwargs)`, compiled."""
         # A plan does not write to modules. While a scope is open, which may own some of
         # these modules, take the slow path.
-        form = None if is_any_open() else _form_of_call(f, args, kwargs)
+        form = None if is_any_open() else form_of_call(f, args, kwargs)
         if form is not None and (plan := self._plan(form)) is not None:
             result = plan.program(form.arrays, lambda: JitCall(f, args, kwargs))
             return result.output.put(result.ran.out, [], False)
@@ -212,13 +212,11 @@ class Programs:
         self.by_key, self.plans = {}, ()
 
 
-def _form_of_call(f: Any, args: Any, kwargs: Any) -> Form | None:
+def form_of_call(f: Any, args: Any, kwargs: Any) -> Form | None:
     """The form of a call; `None` if JAX cannot flatten it, which the slow path says."""
     origin = origin_of(f)
-    # The function of a method is static data of Equinox's, and would be kept alive.
-    given = (f.__self__,) if is_bound_method(f) and f is not origin else f
     try:
-        return form_of((given, args, kwargs), origin)
+        return form_of((with_origin_as_leaf(f, origin), args, kwargs), origin)
     except Exception:
         return None
 
@@ -240,10 +238,11 @@ def programs_of(f: Any, options: Options) -> Programs:
     """The programs of the innermost function that `f` calls."""
     owner, which = origin_of(f), None
     if is_of_plain_object(owner):
-        owner, which = owner.__self__, owner.__func__
+        owner, which = owner.__self__, typed(owner.__func__)
     number = id(owner)
     if number not in _PROGRAMS:
-        ref = weakref.ref(owner, lambda _: _PROGRAMS.pop(number, None))
+        drop = _PROGRAMS.pop  # not `_PROGRAMS`: when Python exits, globals are `None`
+        ref = weakref.ref(owner, lambda _: drop(number, None))
         # If two threads get here, both use the programs of the first.
         _PROGRAMS.setdefault(number, (ref, {}))
     kept, key = _PROGRAMS[number][1], (which, options)

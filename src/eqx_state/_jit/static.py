@@ -7,6 +7,7 @@ them is wrong for the others.
 import collections
 import copy
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -34,6 +35,9 @@ def typed(x: Any) -> Any:
         return type(x), factory, tuple((typed(k), typed(v)) for k, v in x.items())
     if type(x) is slice:  # `slice(1) == slice(True)`
         return slice, typed(x.start), typed(x.stop), typed(x.step)
+    if type(x) is types.MethodType:  # its function may be a decorator with a `1`
+        # Methods compare their objects by identity, so keep a method for the object.
+        return types.MethodType, typed(x.__func__), types.MethodType(id, x.__self__)
     if compare is complex.__eq__:
         return type(x), typed(x.real), typed(x.imag)
     if compare is float.__eq__:
@@ -109,6 +113,8 @@ def is_fixed(x: Any) -> bool:
     cls = type(x)
     if cls in _ATOMS or cls.__eq__ is object.__eq__:  # equal only to itself
         return True
+    if cls is types.MethodType:
+        return is_fixed(x.__func__)
     if isinstance(x, _CONTAINERS) or not is_hashable(x):
         return False
     if cls.__eq__ in (tuple.__eq__, frozenset.__eq__):

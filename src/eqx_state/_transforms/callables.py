@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 
 from .._compat import BoundMethod
 from .._tree.base import is_eqx_module, is_module
-from .transform import Bound, Transform
+from .transform import Bound, made, Transform
 
 
 PARTIALS: Final = (ft.partial, jtu.Partial, eqx.Partial)
@@ -48,6 +48,23 @@ def layer_of(f: Any) -> Layer | None:
         bind = lambda inner: types.MethodType(inner, f.__self__)  # noqa: E731
         return Layer(f.__func__, (f.__self__,), {}, bind)
     return None
+
+
+def with_origin_as_leaf(f: Any, origin: Any) -> Any:
+    """`f` as a pytree in which its innermost function, `origin`, is not static data.
+
+    It is static data only in a bound method of Equinox's. Replace just this
+    method, by its object. All other layers decide what `f` does, so they stay: the
+    same object may have two methods with one `origin`, below different decorators.
+    """
+    if BoundMethod in type(f).__mro__:
+        return (f.__self__,) if f.__func__ is origin else f
+    if not isinstance(f, (Transform, eqx.Partial)):
+        return f
+    name = "f" if isinstance(f, Transform) else "func"
+    old = getattr(f, name)
+    new = with_origin_as_leaf(old, origin)
+    return f if new is old else made(type(f), {**vars(f), name: new})
 
 
 def is_bound_method(f: Any) -> bool:

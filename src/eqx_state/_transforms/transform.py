@@ -54,7 +54,7 @@ class Transform(eqx.Module):
 
     def of(self, f: Any) -> Any:
         """The same transform of a different function."""
-        return _made(type(self), {**self.__dict__, "f": f})
+        return made(type(self), {**self.__dict__, "f": f})
 
 
 class Bound(eqx.Partial[Any]):
@@ -70,7 +70,7 @@ class Unbound(Transform):
 
 def unbound(f: Any) -> Any:
     """A method as a function whose first argument is the object."""
-    return _made(Unbound, {"f": f}) if isinstance(f, Transform) else f
+    return made(Unbound, {"f": f}) if isinstance(f, Transform) else f
 
 
 def check_callable(f: Any) -> None:
@@ -79,8 +79,8 @@ def check_callable(f: Any) -> None:
         raise TypeError(said or _NOT_A_FUNCTION.format(an(type(f).__name__)))
 
 
-def _made(cls: Any, fields: dict[str, Any]) -> Any:
-    """A transform with these fields, created without `__init__`.
+def made(cls: Any, fields: dict[str, Any]) -> Any:
+    """A module with these fields, created without `__init__`.
 
     In `__init__`, Equinox warns about a field such as `jax.vmap(model)`, because that
     function hides the parameters of `model`. The warning is meant for layers, and a
@@ -107,7 +107,7 @@ def wrap(
     f = method_as_pytree(f)
     if cls.returns_model and isinstance(f, type) and issubclass(f, eqx.Module):
         raise TypeError(_A_CLASS.format(f.__name__))
-    transform = _made(cls, {"f": f, **options})
+    transform = made(cls, {"f": f, **options})
     if jtu.all_leaves([f]):
         return eqx.module_update_wrapper(transform)
     # `eqx.module_update_wrapper` would copy `f` if it is a model. A model has no name,
