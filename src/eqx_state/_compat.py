@@ -261,6 +261,12 @@ else:
     EquinoxMeta = type(eqx.Module)
 
 
+def is_generated(method: Any) -> bool:
+    """Whether `dataclasses` has generated this method. Only its code shows it."""
+    code = getattr(method, "__code__", None)
+    return code is not None and code.co_qualname.startswith("__create_fn__")
+
+
 # --- Tracebacks -----------------------------------------------------------------------
 
 # A decorator that removes our frames and JAX's from the tracebacks of errors, in the

@@ -16,7 +16,7 @@ from .._transforms.lift import Ran
 from .._tree.base import is_eqx_module
 from .._tree.unbuilt import CanBeUnbuilt, fields_of, set_dict, Unbuilt
 from .form import form_of, static_names
-from .static import deep_copy, is_fixed, LEAF, structure, typed
+from .static import can_change, deep_copy, is_fixed, LEAF, structure, typed
 
 
 # Stands for an array in the output of a trace. It is a plain object because JAX
@@ -48,8 +48,8 @@ class Output:
         slots = [SLOT if eqx.is_array(x) else x for x in leaves]
         # Copies, because the user may change a list in place after the trace.
         tree = treedef.unflatten(slots)
-        self.shares = any(deep_copy(x, {}) is not x for x in form_of(tree).static)
-        if self.shares:
+        self.copies_statics = any(map(can_change, form_of(tree).static))
+        if self.copies_statics:
             slots, treedef = _with_own_statics(slots, treedef)
             tree = treedef.unflatten(slots)
         self.leaves, self.treedef = _with_recipes(tree, origin)
@@ -67,7 +67,7 @@ class Output:
             new = iter(arrays)
             arrays = [next(new) if i is None else inside[i] for i in self.kept]
         leaves, treedef = self.leaves, self.treedef
-        if self.shares:
+        if self.copies_statics:
             leaves, treedef = _with_own_statics(leaves, treedef)
         return treedef.unflatten(_filled(leaves, arrays, at_once))
 
@@ -124,7 +124,7 @@ def _recipe(module: Any, origin: Any) -> Recipe | None:
     leaves, treedef = jtu.tree_flatten(module)
     nodes, statics = structure(treedef), form_of(module).static
     is_plain = all(x is LEAF or issubclass(x[0], _ORDINARY) for x in nodes)
-    is_plain &= all(is_fixed(x) and deep_copy(x, {}) is x for x in statics)
+    is_plain &= all(is_fixed(x) and not can_change(x) for x in statics)
     is_plain &= all(x is not origin for x in statics)
     if not is_plain or sum(x is SLOT for x in leaves) < _FEW:
         return None
@@ -174,16 +174,19 @@ def _with_own_statics(leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
     Two modules that share a list share its copy, too.
     """
     memo: dict[int, Any] = {}
+    modules: list[Any] = []
 
-    def copy_fields(node: Any) -> bool:
+    def record(node: Any) -> bool:
         if is_eqx_module(node):
-            fields = fields_of(node)
-            for name in static_names(type(node)):
-                if name in fields:
-                    fields[name] = deep_copy(fields[name], memo)
+            modules.append(node)
         return False
 
     own = [deep_copy(x, memo) for x in leaves]
     tree = treedef.unflatten([SLOT if type(x) is Recipe else x for x in own])
-    # JAX looks before it flattens a node. These modules are new: nobody has seen them.
-    return own, jtu.tree_structure(tree, is_leaf=copy_fields)
+    jtu.tree_leaves(tree, is_leaf=record)
+    for module in modules:  # new ones, which nobody has seen
+        fields = fields_of(module)
+        for name in static_names(type(module)):
+            if name in fields:
+                fields[name] = deep_copy(fields[name], memo)
+    return own, jtu.tree_structure(tree)

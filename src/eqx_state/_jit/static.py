@@ -15,7 +15,8 @@ import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
 
-from .._tree.compare import identical, same
+from .._compat import is_generated
+from .._tree.compare import same
 
 
 def typed(x: Any) -> Any:
@@ -88,9 +89,7 @@ def _compared_fields(cls: type) -> tuple[str, ...] | None:
     `None` for any other class, and for a dataclass that defines `__eq__`.
     """
     owner = next(c for c in cls.__mro__ if "__eq__" in vars(c))
-    # Only the code of `__eq__` shows whether it was generated.
-    code = getattr(owner.__eq__, "__code__", None)
-    if code is None or not code.co_qualname.startswith("__create_fn__"):
+    if not is_generated(owner.__eq__):
         return None
     return tuple(f.name for f in dataclasses.fields(owner) if f.compare)
 
@@ -134,13 +133,25 @@ _CONTAINERS: Final = (list, dict, set, collections.deque)
 _IMMUTABLE: Final = frozenset({"builtins", "eqx_state", "jax", "jaxlib", "numpy"})
 
 
+def can_change(x: Any) -> bool:
+    """Whether `x` is or contains a container, dataclass or array that can change."""
+    if type(x) in _ATOMS or type(x).__eq__ is object.__eq__:
+        return False
+    if isinstance(x, (tuple, frozenset)):
+        return any(map(can_change, x))
+    if dataclasses.is_dataclass(x) and not isinstance(x, eqx.Module):
+        is_frozen = type(x).__dataclass_params__.frozen
+        return not is_frozen or any(map(can_change, _fields(x).values()))
+    return isinstance(x, (*_CONTAINERS, np.ndarray))
+
+
 def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
     """`x`, with copies of all containers, dataclasses and NumPy arrays that can change.
 
     Anything else remains the same object: a function, or an object that is equal only
     to itself. Equal `id`s in `memo` get the same copy.
     """
-    if type(x) in _ATOMS or type(x).__eq__ is object.__eq__:
+    if not can_change(x):
         return x
     if id(x) not in memo:
         memo[id(x)] = _copied(x, memo)
@@ -149,29 +160,21 @@ def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
 
 def _copied(x: Any, memo: dict[int, Any]) -> Any:
     if isinstance(x, (tuple, frozenset)):
-        below = [deep_copy(y, memo) for y in x]
-        return x if identical(below, [*x]) else getattr(x, "_make", type(x))(below)
-    if dataclasses.is_dataclass(x) and not isinstance(x, eqx.Module):
-        return _copied_dataclass(x, memo)
-    if not isinstance(x, (*_CONTAINERS, np.ndarray)):
-        return x
+        return getattr(x, "_make", type(x))([deep_copy(y, memo) for y in x])
     new: Any = copy.copy(x)
-    if isinstance(x, (list, dict, collections.deque)):
+    if dataclasses.is_dataclass(x):
+        for name, y in _fields(x).items():
+            object.__setattr__(new, name, deep_copy(y, memo))
+    elif isinstance(x, (list, dict, collections.deque)):
         for key in x if isinstance(x, dict) else range(len(x)):
             new[key] = deep_copy(x[key], memo)
     return new
 
 
-def _copied_dataclass(x: Any, memo: dict[int, Any]) -> Any:
-    names = [f.name for f in dataclasses.fields(x) if hasattr(x, f.name)]
-    old = [getattr(x, name) for name in names]
-    new = [deep_copy(y, memo) for y in old]
-    if type(x).__dataclass_params__.frozen and identical(old, new):
-        return x
-    copied = copy.copy(x)
-    for name, y in zip(names, new, strict=True):
-        object.__setattr__(copied, name, y)
-    return copied
+def _fields(x: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are set."""
+    names = (f.name for f in dataclasses.fields(x))
+    return {name: getattr(x, name) for name in names if hasattr(x, name)}
 
 
 class _ByEquality:
