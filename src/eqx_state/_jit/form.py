@@ -24,14 +24,14 @@ _ORIGIN: Final = object()
 class Form(NamedTuple):
     """A flattened tree.
 
-    - `structure`: JAX's treedef, in which a module that is not built yet is a leaf.
+    - `treedef`: JAX's, in which a module that is not built yet is a leaf.
     - `static`: the static data of all nodes, and then the leaves that are not arrays;
         of a module that is not built yet, its `Structure`.
     - `places`: the positions of the leaves in `static`.
     - `arrays`: in JAX's order, also those of modules that are not built yet.
     """
 
-    structure: Any
+    treedef: Any
     static: list[Any]
     places: list[int]
     arrays: list[Any]
@@ -40,7 +40,7 @@ class Form(NamedTuple):
 def form_of(tree: Any, origin: Any = None) -> Form:
     """The form of a tree. The called function, `origin`, may be a leaf."""
     static: list[Any] = []
-    unread: list[Unbuilt] = []
+    unread: dict[int, Unbuilt] = {}  # by the `id` of the module
 
     def look(node: Any) -> bool:
         """List the static data of a node. Is it a module that is not built yet?"""
@@ -49,34 +49,33 @@ def form_of(tree: Any, origin: Any = None) -> Form:
             return False
         data = read(node)
         if type(data) is Unbuilt:
-            unread.append(data)
+            unread[id(node)] = data
             return True
         static.extend(data)
         return False
 
-    leaves, structure = jtu.tree_flatten(tree, is_leaf=look)
+    leaves, treedef = jtu.tree_flatten(tree, is_leaf=look)
     arrays: list[Any] = []
     places: list[int] = []
-    each = iter(unread)
     for place, x in enumerate(leaves):
         if type(x) in _ARRAYS:
             arrays.append(x)
             continue
         places.append(place)
-        if _READERS.get(type(x)) is not None:  # a node, so not built yet
-            module = next(each)
-            arrays += module.arrays
-            static.append(module.structure)
+        if (unbuilt := unread.get(id(x))) is not None:
+            arrays += unbuilt.arrays
+            static.append(unbuilt.structure)
         else:
             static.append(_ORIGIN if x is origin else x)
-    return Form(structure, static, places, arrays)
+    return Form(treedef, static, places, arrays)
 
 
 # --- The static data of nodes ---------------------------------------------------------
 
 
 # How to read the static data of a node, by its class; `None` for a node without any,
-# and for a leaf. JAX itself keeps the classes of nodes alive.
+# and for a leaf. If a module is not built yet, its reader returns its `Unbuilt`. JAX
+# itself keeps the classes of nodes alive.
 _Reader = Callable[[Any], Any]
 _READERS: Final[dict[type, _Reader | None]] = dict.fromkeys(
     (list, tuple, bool, int, float, str, type(None), types.FunctionType)

@@ -132,7 +132,7 @@ class Plan:
 
     def __init__(self, program: Program, form: Form):
         self.program = program
-        self.structure, self.static, self.places, _ = form
+        self.treedef, self.static, self.places, _ = form
         self.key = tuple(map(typed, form.static))
         self.hash = hash(self.key)
         self.are_fixed = all(map(is_fixed, form.static))
@@ -148,16 +148,14 @@ class Plan:
                 if hash(key) != self.hash or key != self.key:
                     return False
                 self.static = form.static  # the next call probably has these objects
-            return form.structure == self.structure
+            return form.treedef == self.treedef
         except Exception:  # of the user's `__eq__`, with which the slow path copes
             return False
 
 
 # A function is called in a few ways: in train and eval mode, with a model that was read
-# since the last call and with one that was not. If more ways than `_MAX_PLANS` take
-# turns, the plans in front stay, and the others replace each other.
+# since the last call and with one that was not.
 _MAX_PLANS: Final = 8
-_IN_FRONT: Final = 4
 
 
 class Programs:
@@ -166,7 +164,7 @@ class Programs:
     def __init__(self, options: Options):
         self.options = options
         self.by_key: dict[Any, Program] = {}
-        self.plans: tuple[Plan, ...] = ()
+        self.plans: tuple[Plan, ...] = ()  # the last used first
 
     def __call__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`f(*args, **kwargs)`, compiled."""
@@ -176,7 +174,7 @@ class Programs:
         if form is not None and (plan := self._plan(form)) is not None:
             result = plan.program(form.arrays, lambda: JitCall(f, args, kwargs))
             return result.output.put(result.ran.out, [], False)
-        return self.general(f, args, kwargs, form)
+        return self._slowly(f, args, kwargs, form)
 
     def _plan(self, form: Form) -> Plan | None:
         for i, plan in enumerate(plans := self.plans):
@@ -186,7 +184,7 @@ class Programs:
                 return plan
         return None
 
-    def general(self, f: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
+    def _slowly(self, f: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
         """The slow path: any call, in a scope or with a new cache key."""
         call = JitCall(f, args, kwargs)
         if call.lifted.is_initializing:
@@ -197,8 +195,7 @@ class Programs:
         result = program(call.arrays(), lambda: call)
         # A plan must not keep the function alive.
         if form is not None and not any(x is call.origin for x in form.static):
-            plans, new = self.plans[: _MAX_PLANS - 1], Plan(program, form)
-            self.plans = (*plans[:_IN_FRONT], new, *plans[_IN_FRONT:])
+            self.plans = (Plan(program, form), *self.plans[: _MAX_PLANS - 1])
         return call.finish(result)
 
     def of(self, call: JitCall) -> Program:
