@@ -168,11 +168,12 @@ class Programs:
 
     def __call__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`f(*args, **kwargs)`, compiled."""
-        # A plan does not write to modules. While a scope is open, which may own some of
-        # these modules, take the slow path.
+        # A plan does not write to modules. While a scope is open, in any thread, it may
+        # own some of these modules, so take the slow path.
         form = None if is_any_open() else form_of_call(f, args, kwargs)
         if form is not None and (plan := self._plan(form)) is not None:
             result = plan.program(form.arrays, lambda: JitCall(f, args, kwargs))
+            # No scope is open, so there are no arrays of owned modules.
             return result.output.put(result.ran.out, [], False)
         return self._slowly(f, args, kwargs, form)
 
@@ -187,6 +188,7 @@ class Programs:
     def _slowly(self, f: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
         """The slow path: any call, in a scope or with a new cache key."""
         call = JitCall(f, args, kwargs)
+        # `init` creates fields, whose arrays a program could not return.
         if call.lifted.is_initializing:
             return f(*args, **kwargs)
         if self.options.donate != "none" and is_open_here():
@@ -227,7 +229,8 @@ which needs the old arrays of its model until it returns. Donate at top level, a
 
 
 # By the `id` of the object with which the programs are freed: the function; of a method
-# of a plain object, this object. The programs do not refer to it.
+# of a plain object, this object. The programs do not refer to it. A `WeakKeyDictionary`
+# would compare these objects by their own `__eq__`.
 _PROGRAMS: Final[dict[int, tuple[weakref.ref[Any], dict[Any, Programs]]]] = {}
 
 
