@@ -29,14 +29,12 @@ from .._tree.base import (
     BaseModule,
     FLAGS,
     INFERENCE,
-    is_eqx_module,
-    is_module,
     ownership_of,
 )
 from .._tree.compare import check_not_repeated
 from .._tree.dtypes import strengthen_field
 from .._tree.filters import Filter
-from .._tree.walk import walk
+from .._tree.walk import all_modules
 from . import init, lazy
 from .call_names import name_calls
 from .sow import sow
@@ -317,9 +315,7 @@ def _rebuild(cls: type, state: Any) -> Any:
         setstate(self, state)
     else:
         self.__dict__.update(state)
-    # Also the plain modules in it, before their arrays are missed somewhere else. An
-    # `es.Module` in it has checked its own.
-    for visit in walk(self, is_leaf=lambda x: x is not self and is_module(x)):
-        if is_eqx_module(visit.node):
-            declarations(type(visit.node))
+    # Also the plain modules in it, before their arrays are missed somewhere else.
+    for module in all_modules(self):
+        declarations(type(module))
     return self
