@@ -269,10 +269,8 @@ make_treedef: Final[Any] = getattr(_PyTreeDef, _MAKE, None) or getattr(
 )
 
 
-def is_generated(method: Any) -> bool:
-    """Whether `dataclasses` has generated this method. Only its code shows it."""
-    code = getattr(method, "__code__", None)
-    return code is not None and code.co_qualname.startswith("__create_fn__")
+# How the qualified name of code that `dataclasses` has generated starts.
+GENERATED: Final = "__create_fn__"
 
 
 # --- Tracebacks -----------------------------------------------------------------------

@@ -6,12 +6,11 @@ All arrays of a call are traced; the rest is its *cache key*. Each key has one
 """
 
 import contextlib
-import functools as ft
 import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import Any, Final
 
@@ -59,7 +58,7 @@ class Program:
             stack.enter_context(options.quiet())
             return run_in_program(new_call().trace, *arrays)
 
-        _present(run, call.origin)
+        _name_like(run, call.origin)
         donated = call.donated(options)
         self.jitted = jax.jit(run, donate_argnums=donated, **options.for_jax)
         self.running = running
@@ -71,32 +70,31 @@ class Program:
         If JAX has to trace, the trace runs on `new_call()`.
         """
         try:
-            return self._tracing(new_call, ft.partial(self._run, arrays))
+            with self._tracing(new_call) as stack:
+                if self.can_raise:
+                    stack.enter_context(unlogged())
+                result = self.jitted(*arrays)
+                if result.output.callbacks is None:  # JAX has traced
+                    self._find_callbacks(result.output, arrays)
+                if result.output.callbacks:
+                    wait(result.output.callbacks, arrays, result)
+                return result
         except PROGRAM_ERRORS as error:
             raise_failed_check(error)
             raise
 
-    def _run(self, arrays: Sequence[Any], stack: contextlib.ExitStack) -> Result:
-        if self.can_raise:
-            stack.enter_context(unlogged())
-        result = self.jitted(*arrays)
-        if result.output.callbacks is None:  # JAX has traced
-            self._look(result.output, arrays)
-        if result.output.callbacks:
-            wait(result.output.callbacks, arrays, result)
-        return result
-
-    def _tracing(self, new_call: _NewCall, run: Callable[[Any], Any]) -> Any:
-        """Call `run`, in which JAX may trace."""
+    @contextlib.contextmanager
+    def _tracing(self, new_call: _NewCall) -> Iterator[contextlib.ExitStack]:
+        """Inside, JAX may trace. The stack closes what a trace has opened."""
         before = self.running.now
         with contextlib.ExitStack() as stack:
             self.running.now = new_call, stack
             try:
-                return run(stack)
+                yield stack
             finally:
                 self.running.now = before
 
-    def _look(self, output: Output, arrays: Sequence[Any]) -> None:
+    def _find_callbacks(self, output: Output, arrays: Sequence[Any]) -> None:
         """Find out whether a program that JAX has just compiled can raise."""
         # With `jax_disable_jit` there is no program, and JAX would trace again.
         config: Any = jax.config
@@ -106,13 +104,13 @@ class Program:
 
     def lower(self, call: JitCall) -> Any:
         """Lower the program for a call, as `jax.jit(f).lower` does."""
-        trace = lambda _: self.jitted.trace(*call.arrays())  # noqa: E731
-        traced = self._tracing(lambda: call, trace)
+        with self._tracing(lambda: call):
+            traced = self.jitted.trace(*call.arrays())
         traced.out_info.output.callbacks = callbacks_in(traced.jaxpr)
         return traced.lower()
 
 
-def _present(run: Any, origin: Any) -> None:
+def _name_like(run: Any, origin: Any) -> None:
     """Make profiles and JAX's errors name the user's function instead of `run`.
 
     JAX finds the source of a function through `__wrapped__`. Store only the code: a
