@@ -450,15 +450,15 @@ def test_a_module_that_contains_the_function_does_not_keep_it_alive():
     assert ref() is None
 
 
-def test_structures_are_freed():
+def test_tokens_are_freed():
     f = es.jit(lambda m: m)
     model = f(f(net("a note of this test")))
-    structure = weakref.ref(dict_of(model).structure)
-    assert structure() in results._STRUCTURES.values()
+    token = weakref.ref(dict_of(model).token)
+    assert token() in results._TOKENS.values()
     del f, model
     jax.clear_caches()
     gc.collect()
-    assert structure() is None
+    assert token() is None
 
 
 # --- The source -----------------------------------------------------------------------

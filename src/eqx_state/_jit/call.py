@@ -22,7 +22,7 @@ from .._tree.base import is_eqx_module, keystr, ownership_of
 from .._tree.walk import name_of
 from .options import Options
 from .results import Output, Result
-from .static import is_hashable, structure, typed
+from .static import is_hashable, key_of_treedef, typed
 
 
 def bind(
@@ -82,7 +82,10 @@ def origin_of(f: Any) -> Any:
 
 
 class JitCall:
-    """One call: its arrays, and its static data."""
+    """One call: its arrays, and its static data.
+
+    `is_array`: a wider one for `.lower`, which accepts `jax.ShapeDtypeStruct`s.
+    """
 
     def __init__(
         self,
@@ -206,9 +209,10 @@ def cache_key_of(call: JitCall) -> tuple[Any, ...]:
         )
         whose = lifted.scopes.index(root.ownership.scope)
         ownership = root.ownership.path, root.ownership.context, whose
-        roots.append((structure(root.traversal.structure, static), statics, ownership))
+        nodes = key_of_treedef(root.traversal.structure, static)
+        roots.append((nodes, statics, ownership))
     return (
-        structure(call.treedef, static),
+        key_of_treedef(call.treedef, static),
         tuple(leaf(x, ft.partial(call.place, i)) for i, x in enumerate(call.leaves)),
         tuple(roots),
         tuple(inside[id(module)] for module in lifted.reached),

@@ -18,7 +18,7 @@ from .._tree.unbuilt import dict_of, fields_of, Unbuilt
 
 
 # Stands for the called function, which a form must not keep alive.
-_ORIGIN: Final = object()
+_CALLED: Final = object()
 
 
 class Form(NamedTuple):
@@ -26,7 +26,7 @@ class Form(NamedTuple):
 
     - `treedef`: JAX's, in which a module that is not built yet is a leaf.
     - `static`: the static data of all nodes, and then the leaves that are not arrays;
-        of a module that is not built yet, its `Structure`.
+        of a module that is not built yet, its `Token`.
     - `places`: the positions of the leaves in `static`.
     - `arrays`: in JAX's order, also those of modules that are not built yet.
     """
@@ -64,9 +64,9 @@ def form_of(tree: Any, origin: Any = None) -> Form:
         places.append(place)
         if (unbuilt := unread.get(id(x))) is not None:
             arrays += unbuilt.arrays
-            static.append(unbuilt.structure)
+            static.append(unbuilt.token)
         else:
-            static.append(_ORIGIN if x is origin else x)
+            static.append(_CALLED if x is origin else x)
     return Form(treedef, static, places, arrays)
 
 

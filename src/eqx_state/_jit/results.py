@@ -16,7 +16,7 @@ from .._compat import make_treedef
 from .._transforms.lift import Ran
 from .._tree.unbuilt import CanBeUnbuilt, set_dict, Unbuilt
 from .form import form_of
-from .static import can_change, deep_copy, is_fixed, LEAF, structure, typed
+from .static import can_change, deep_copy, is_fixed, key_of_treedef, LEAF, typed
 
 
 # Stands for an array in the output of a trace. It is a plain object because JAX
@@ -75,15 +75,15 @@ class Output:
 # --- Modules that are built when they are read ----------------------------------------
 
 
-class Structure:
+class Token:
     """One object for all modules of equal structure and static values."""
 
     __slots__ = ("__weakref__",)
 
 
-# If two threads create a structure at the same time, one of them is not found again,
+# If two threads create a token at the same time, one of them is not found again,
 # and modules that have it are built to be compared.
-_STRUCTURES: Final = weakref.WeakValueDictionary[Any, Structure]()
+_TOKENS: Final = weakref.WeakValueDictionary[Any, Token]()
 
 # A module of fewer arrays is built at once: unread, it would save less time than it
 # costs when it is read.
@@ -93,15 +93,15 @@ _FEW: Final = 8
 class Recipe:
     """How to make a module of a result from its arrays."""
 
-    def __init__(self, cls: type, leaves: list[Any], treedef: Any, structure: object):
+    def __init__(self, cls: type, leaves: list[Any], treedef: Any, token: object):
         self.cls, self.leaves, self.treedef = cls, leaves, treedef
-        self.structure = structure
+        self.token = token
         self.size = sum(x is SLOT for x in leaves)
 
     def make_unbuilt(self, arrays: Sequence[Any]) -> Any:
         """The module with these arrays, unbuilt."""
         module = object.__new__(self.cls)
-        set_dict(module, Unbuilt(arrays, self.make, self.structure))
+        set_dict(module, Unbuilt(arrays, self.make, self.token))
         return module
 
     def make(self, arrays: Sequence[Any]) -> Any:
@@ -114,7 +114,7 @@ def _recipe(module: Any, origin: Any) -> Recipe | None:
 
     That is: a module of few arrays; one with static values that can change in place, or
     with nodes that the user's code unflattens; a class with its own `__getattribute__`,
-    or with a `__del__`, which would run twice. A `Structure` would keep the called
+    or with a `__del__`, which would run twice. A `Token` would keep the called
     function, `origin`, alive, so a module that contains it has none.
     """
     cls = type(module)
@@ -122,14 +122,14 @@ def _recipe(module: Any, origin: Any) -> Recipe | None:
     if not is_ours or hasattr(cls, "__del__"):
         return None
     leaves, treedef = jtu.tree_flatten(module)
-    nodes, statics = structure(treedef), form_of(module).static
+    nodes, statics = key_of_treedef(treedef), form_of(module).static
     is_plain = all(x is LEAF or issubclass(x[0], _ORDINARY) for x in nodes)
     is_plain &= all(is_fixed(x) and not can_change(x) for x in statics)
     is_plain &= all(x is not origin for x in statics)
     if not is_plain or sum(x is SLOT for x in leaves) < _FEW:
         return None
     key = nodes, tuple(map(typed, leaves))
-    return Recipe(cls, leaves, treedef, _STRUCTURES.setdefault(key, Structure()))
+    return Recipe(cls, leaves, treedef, _TOKENS.setdefault(key, Token()))
 
 
 # The nodes that JAX and Equinox unflatten.

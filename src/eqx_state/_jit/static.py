@@ -51,7 +51,7 @@ def typed(x: Any) -> Any:
         return type(x), _ByEquality(deep_copy(x, {}))  # `x` may change in place
     if compare is eqx.Module.__eq__:
         leaves, treedef = jtu.tree_flatten(x)
-        return structure(treedef), tuple(map(typed, leaves))
+        return key_of_treedef(treedef), tuple(map(typed, leaves))
     return type(x), x
 
 
@@ -59,7 +59,7 @@ def typed(x: Any) -> Any:
 _ATOMS: Final = frozenset({str, int, bool, type(None)})
 
 
-def structure(treedef: Any, static: Callable[[Any], Any] = typed) -> Any:
+def key_of_treedef(treedef: Any, static: Callable[[Any], Any] = typed) -> Any:
     """A treedef in a hashable form, with static values compared by type, too."""
     nodes = []
     todo = [treedef]  # no recursion: a tree may be deeper than Python's stack
@@ -137,12 +137,13 @@ _IMMUTABLE: Final = frozenset({"builtins", "eqx_state", "jax", "jaxlib", "numpy"
 
 def can_change(x: Any) -> bool:
     """Whether `x` is or contains a container, dataclass or array that can change."""
-    if type(x) in _ATOMS or type(x).__eq__ is object.__eq__:
+    cls: Any = type(x)
+    if cls in _ATOMS or cls.__eq__ is object.__eq__:
         return False
     if isinstance(x, (tuple, frozenset)):
         return any(map(can_change, x))
-    if dataclasses.is_dataclass(x) and not isinstance(x, eqx.Module):
-        is_frozen = type(x).__dataclass_params__.frozen
+    if dataclasses.is_dataclass(cls) and not isinstance(x, eqx.Module):
+        is_frozen = cls.__dataclass_params__.frozen
         return not is_frozen or any(map(can_change, _fields(x).values()))
     return isinstance(x, (*_CONTAINERS, np.ndarray))
 

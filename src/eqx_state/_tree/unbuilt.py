@@ -30,19 +30,19 @@ class Unbuilt(dict[str, Any]):
     """The `__dict__` of a module whose fields are not built yet.
 
     It contains only what `object.__setattr__` has written. `make` makes another module
-    of the class from the arrays, which are in JAX's order. `structure` is one object
+    of the class from the arrays, which are in JAX's order. `token` is one object
     for all modules of equal structure and static values.
     """
 
-    __slots__ = ("arrays", "make", "structure")
+    __slots__ = ("arrays", "make", "token")
 
     def __init__(
         self,
         arrays: Sequence[Any],
         make: Callable[[Sequence[Any]], Any],
-        structure: object,
+        token: object,
     ):
-        self.arrays, self.make, self.structure = arrays, make, structure
+        self.arrays, self.make, self.token = arrays, make, token
 
 
 # Threads that read a module at once get the same fields.
