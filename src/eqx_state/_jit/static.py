@@ -142,7 +142,7 @@ def can_change(x: Any) -> bool:
         return False
     if isinstance(x, (tuple, frozenset)):
         return any(map(can_change, x))
-    if dataclasses.is_dataclass(cls) and not isinstance(x, eqx.Module):
+    if hasattr(cls, "__dataclass_params__") and not isinstance(x, eqx.Module):
         is_frozen = cls.__dataclass_params__.frozen
         return not is_frozen or any(map(can_change, _fields(x).values()))
     return isinstance(x, (*_CONTAINERS, np.ndarray))
