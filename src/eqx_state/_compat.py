@@ -261,14 +261,6 @@ else:
     EquinoxMeta = type(eqx.Module)
 
 
-# Makes the treedef of a node. Some versions of JAX have it under a longer name.
-_PyTreeDef: Final[Any] = jax.tree_util.PyTreeDef
-_MAKE: Final = "from_node_data_and_children"
-make_treedef: Final[Any] = getattr(_PyTreeDef, _MAKE, None) or getattr(
-    _PyTreeDef, f"make_{_MAKE}"
-)
-
-
 # How the qualified name of code that `dataclasses` has generated starts.
 GENERATED: Final = "__create_fn__"
 

@@ -366,7 +366,6 @@ CHANGES = {
 AROUND = {
     "static field": (lambda x: Holder([X] * 9, x), lambda h: h.value),
     "field of a small module": (lambda x: Layer(1.0, x), lambda h: h.tag),
-    "node": (Node, lambda node: node.aux),
     "nested module": (
         lambda x: Holder([X] * 9, 0, {"a": eqx.nn.Sequential([Layer(1.0, x)])}),
         lambda h: h.below["a"].layers[0].tag,

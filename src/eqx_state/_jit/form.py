@@ -122,6 +122,4 @@ def static_names(cls: type) -> tuple[str, ...]:
 def _one_level(node: Any) -> tuple[Any, ...]:
     """The static data of any other node, such as the keys of a dict."""
     _, data = jtu.default_registry.flatten_one_level(node)
-    # The keys of a dict are a new list. Any other list is the user's, and may change.
-    is_several = type(data) is tuple or type(node) is dict
-    return tuple(data) if is_several else (data,)
+    return tuple(data) if type(data) in (list, tuple) else (data,)

@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._compat import make_treedef
 from .._transforms.lift import Ran
-from .._tree.unbuilt import CanBeUnbuilt, set_dict, Unbuilt
-from .form import form_of
+from .._tree.base import is_eqx_module
+from .._tree.unbuilt import CanBeUnbuilt, fields_of, set_dict, Unbuilt
+from .form import form_of, static_names
 from .static import can_change, deep_copy, is_fixed, key_of_treedef, LEAF, typed
 
 
@@ -174,12 +174,19 @@ def _with_own_statics(leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
     Two modules that share a list share its copy, too.
     """
     memo: dict[int, Any] = {}
+    modules: list[Any] = []
 
-    def own(treedef: Any) -> Any:
-        if (data := treedef.node_data()) is None:
-            return treedef
-        cls, aux = data
-        below = map(own, treedef.children())
-        return make_treedef(jtu.default_registry, (cls, deep_copy(aux, memo)), below)
+    def record(node: Any) -> bool:
+        if is_eqx_module(node):
+            modules.append(node)
+        return False
 
-    return [deep_copy(x, memo) for x in leaves], own(treedef)
+    own = [deep_copy(x, memo) for x in leaves]
+    tree = treedef.unflatten([SLOT if type(x) is Recipe else x for x in own])
+    jtu.tree_leaves(tree, is_leaf=record)
+    for module in modules:  # new ones, which nobody has seen
+        fields = fields_of(module)
+        for name in static_names(type(module)):
+            if name in fields:
+                fields[name] = deep_copy(fields[name], memo)
+    return own, jtu.tree_structure(tree)
