@@ -5,6 +5,8 @@ They run under JAX's defaults, as a reader would run them. The stricter settings
 """
 
 import contextlib
+import ctypes
+import gc
 import io
 import os
 import re
@@ -44,8 +46,8 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 # A worker with many compiled programs takes several GB. On Linux, XLA also aborts the
 # process when it has 65,530 memory maps, of which each program uses several.
-MANY_MAPS, GB = 20_000, 2**30
-MAPS = Path("/proc/self/maps")
+GB, MANY_MAPS = 2**30, 40_000
+MAPS, MEMORY = Path("/proc/self/maps"), Path("/proc/self/statm")
 
 
 def pytest_xdist_auto_num_workers() -> int | None:
@@ -57,10 +59,17 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After a file, drop the compiled programs if there are many."""
+    """Drop the compiled programs if there are too many."""
+    if not MEMORY.exists():
+        return
+    resident = int(MEMORY.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     is_last = nextitem is None or nextitem.path != item.path
-    if is_last and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
+    has_many = is_last and MAPS.read_bytes().count(b"\n") > MANY_MAPS
+    if has_many or resident > 1.5 * GB:
         jax.clear_caches()
+        gc.collect()
+        # Otherwise the C library keeps the memory of this process.
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 # A block with this line counts the traces of a step. An audit is one more.

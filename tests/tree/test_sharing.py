@@ -13,6 +13,7 @@ from helpers import rejects
 from models import Layer
 
 import eqx_state as es
+from eqx_state._tree.walk import check_no_cycle
 
 
 class Cache(es.State):
@@ -289,6 +290,10 @@ def test_other_trees_that_contain_themselves():
     model = Parent(lambda self: {"self": [jnp.ones(1)]})
     with pytest.raises(ValueError, match=r"`child\['self'\]\[0\]` is the `Parent`"):
         es.mutable(model)(1.0)
+
+
+def test_a_tree_without_a_cycle_passes_the_check():
+    check_no_cycle([eqx.nn.Identity(), {"a": eqx.nn.Identity()}])
 
 
 def test_a_tree_that_is_too_deep_remains_an_error_of_python():

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-from jax.ad_checkpoint import checkpoint_name
 
 from .._compat import vary, varying_axes
 from .._typing import Tree
@@ -47,8 +46,8 @@ class Marks:
     def put(self, new: Any, old: Any, name: str) -> Any:
         number = len(self.found)
         self.found.append(Mark(name, _site()))
-        old = checkpoint_name(old, f"{OLD}{number}")
-        new = checkpoint_name(new, f"{NEW}{number}")
+        old = _named(old, f"{OLD}{number}")
+        new = _named(new, f"{NEW}{number}")
         # Make the new value depend on the old one: a statistic that the next call
         # overwrites without a read is not lost.
         new = jtu.tree_map(_tied, new, old)
@@ -82,7 +81,7 @@ def left_out(model: Tree, selected: Any) -> Tree:
     leaves, structure = jtu.tree_flatten(model)
     kept = structure.flatten_up_to(selected)
     new = [
-        checkpoint_name(x, LEFT_OUT) if k is None and eqx.is_array(x) else x
+        _named(x, LEFT_OUT) if k is None and eqx.is_array(x) else x
         for x, k in zip(leaves, kept, strict=True)
     ]
     return jtu.tree_unflatten(structure, new)
@@ -103,3 +102,10 @@ def _site() -> tuple[Any, ...]:
             found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
+
+
+def _named(x: Any, name: str) -> Any:
+    # Not at the top of the file: it would add an attribute to `jax` for all programs.
+    from jax.ad_checkpoint import checkpoint_name
+
+    return checkpoint_name(x, name)

@@ -249,9 +249,8 @@ class _Walk:
     def run(self, tree: PyTree, path: KeyPath, context: Context) -> list[Any]:
         try:
             self.first(tree, path, context)
-        except RecursionError:
-            check_no_cycle(tree)
-            raise
+        except RecursionError as error:
+            raise _cycle_error(tree) or error from None
         self.steps.clear()  # break the reference cycle, to free the walk at once
         return self.found
 
@@ -398,10 +397,16 @@ class _StackStep(_ModuleStep):
 
 def check_no_cycle(tree: PyTree) -> None:
     """Raise `ValueError` if a node of a tree contains itself."""
-    if (found := _cycle(tree, (), {})) is not None:
-        inner, outer = (name_of(path) for path in found)
-        where = f"`{outer}`" if outer else f"the `{type(tree).__name__}` itself"
-        raise ValueError(_CYCLE.format(inner, where))
+    if (error := _cycle_error(tree)) is not None:
+        raise error
+
+
+def _cycle_error(tree: PyTree) -> ValueError | None:
+    if (found := _cycle(tree, (), {})) is None:
+        return None
+    inner, outer = (name_of(path) for path in found)
+    where = f"`{outer}`" if outer else f"the `{type(tree).__name__}` itself"
+    return ValueError(_CYCLE.format(inner, where))
 
 
 def _cycle(
