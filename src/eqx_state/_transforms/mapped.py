@@ -5,7 +5,7 @@ lanes do not simply share. The rest of a transform does not need to know where a
 or its axis came from.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -16,7 +16,6 @@ from .._tree.base import is_module
 from .._tree.dtypes import is_traceable
 from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
 from .._tree.walk import leaves, name_of, Visit
-from .advice import Cause, sources
 from .axes import (
     AbstractMap,
     ArgumentAxes,
@@ -168,7 +167,7 @@ class Mapped:
         self,
         inputs: Inputs,
         differs: Callable[[Any, Any], bool],
-        not_reduced: Callable[[Values, Cause], str],
+        not_reduced: Callable[[Values], str],
     ) -> tuple[Ran, StaticOutput]:
         """Call the function in a lane, with the values of this lane.
 
@@ -177,9 +176,12 @@ class Mapped:
 
         `differs(x, axis)` says whether the lanes may have different values although
         `axis` allows only one. For a split key this means that the lanes drew from it.
-        For any other state it is an error, with the text `not_reduced(states, cause)`.
+        For any other state it is an error, with the text `not_reduced(states)`.
         """
-        ran = self._called(inputs)
+        inputs = self.rest.join(inputs)
+        own = {key.slot: x for key, x in inputs.modules.items()}
+        values = {**self.lifted.values, **own}
+        ran = self.lifted.run(values, inputs.f, inputs.args, inputs.kwargs)
         groups: list[Values] = [{} for _ in self.groups]
         used, unreduced = [], {}
         for slot, x in ran.written.items():
@@ -191,34 +193,10 @@ class Mapped:
             else:
                 unreduced[slot] = x
         if unreduced:
-            raise ValueError(not_reduced(unreduced, self._cause(inputs, unreduced)))
+            raise ValueError(not_reduced(unreduced))
         self._check_returned(ran.out, differs)
         out, rest = cut(ran.out)
         return ran._replace(out=out, written=groups), StaticOutput((rest, used))
-
-    def _called(self, arrays: Inputs, state: Mapping[int, Any] = {}) -> Ran:
-        """The result of a lane, with other values of the shared state if given."""
-        inputs = self.rest.join(arrays)
-        own = {key.slot: x for key, x in inputs.modules.items()}
-        values = {**self.lifted.values, **own, **state}
-        return self.lifted.run(values, inputs.f, inputs.args, inputs.kwargs)
-
-    def _cause(self, inputs: Inputs, unreduced: Values) -> Cause:
-        """Why the lanes wrote different values to the first of these states."""
-        slot, x = next(iter(unreduced.items()))
-        now = {key.slot: x for key, x in inputs.modules.items()}
-        old = {slot: now.get(slot, self.lifted.values[slot])}
-        again = lambda *args: self._called(*args).written[slot]  # noqa: E731
-        *used, is_read = sources(again, inputs, old)
-        is_key_of_lane = [
-            is_split
-            for row, is_split, is_used in zip(
-                self.rows, self.is_split, used, strict=True
-            )
-            if is_used and self.transform.is_axis(row.axis)
-        ]
-        is_drawn = bool(is_key_of_lane) and all(is_key_of_lane)
-        return Cause(self.lifted.name(slot), x, is_read, is_drawn)
 
     def _check_returned(self, out: Any, differs: Callable[[Any, Any], bool]) -> None:
         """Raise `ValueError` for a module that is one output, but has several keys."""
@@ -246,8 +224,14 @@ class Mapped:
         check_not_created(self.lifted, self._is_per_lane, lane)
         return rest_of_out.join(ran.out)
 
-    def advice(self, slots: Iterable[int], axis_name: Any) -> str:
-        """The advice of the layer of the library that contains one of these states."""
+    def advice(
+        self, slots: Sequence[int], axis_name: Any, general: str, shown: str
+    ) -> str:
+        """What to write instead of states that differ between the lanes.
+
+        The layer of the library that contains one of them may know it. Otherwise
+        `general`, with the code that reduces a field over the axes that are `shown`.
+        """
         for slot in slots:
             visit, root, *_ = self.lifted.leaves[slot]
             for at in reversed(root.traversal.visits):  # the innermost first
@@ -255,7 +239,8 @@ class Mapped:
                 if is_inside and is_module(at.node):
                     if said := at.node._eqx_state_not_reduced(axis_name):
                         return said
-        return ""
+        field = self.lifted.name(slots[0]).rpartition(".")[2].partition("[")[0]
+        return general.format(_REDUCE.format(field or "mean", shown), shown)
 
     def _is_per_lane(self, root: Root, visit: Visit) -> bool:
         if not root.is_copy:
@@ -295,3 +280,7 @@ keys. Or let all draw the same numbers, by rules as the entry of the module: \
 
 _NOT_A_KEY: Final = """`{0}`: `es.SPLIT` is the axis of `{1}`, which is not a PRNG \
 key. Only keys can be split: map an array over an axis, or share it with `None`."""
+
+_REDUCE: Final = """`self.{0} = jax.lax.pmean({0}, {1})`, or `pmax`, `psum`; a sum \
+over all calls: `self.{0} = self.{0} + jax.lax.psum(increment, {1})`; a running \
+average: `self.{0} = 0.9 * self.{0} + 0.1 * jax.lax.pmean(x, {1})`"""
