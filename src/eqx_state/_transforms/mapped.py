@@ -68,14 +68,6 @@ class Inputs(NamedTuple):
     modules: Any
 
 
-@jtu.register_static
-class StaticOutput:
-    """A static value that leaves a trace as part of the output's treedef."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
 class Mapped:
     """The `Inputs` of a call, split into mapped and shared leaves.
 
@@ -168,11 +160,11 @@ class Mapped:
         inputs: Inputs,
         differs: Callable[[Any, Any], bool],
         not_reduced: Callable[[Values], str],
-    ) -> tuple[Ran, StaticOutput]:
+    ) -> tuple[Ran, Rest]:
         """Call the function in a lane, with the values of this lane.
 
-        Returns the arrays of its output, with the written state in `groups`; and the
-        static part of the output, with the keys that the lane used.
+        Returns the arrays of its output, with the written state in `groups`; and what
+        is static: the rest of the output, and the keys that the lane used.
 
         `differs(x, axis)` says whether the lanes may have different values although
         `axis` allows only one. For a split key this means that the lanes drew from it.
@@ -196,7 +188,7 @@ class Mapped:
             raise ValueError(not_reduced(unreduced))
         self._check_returned(ran.out, differs)
         out, rest = cut(ran.out)
-        return ran._replace(out=out, written=groups), StaticOutput((rest, used))
+        return ran._replace(out=out, written=groups), Rest((rest, frozenset(used)))
 
     def _check_returned(self, out: Any, differs: Callable[[Any, Any], bool]) -> None:
         """Raise `ValueError` for a module that is one output, but has several keys."""
@@ -213,9 +205,9 @@ class Mapped:
                     names = transform.outputs, transform.entries
                     raise ValueError(_OWN_KEYS.format(caller, x.name, nothing, *names))
 
-    def finish(self, ran: Ran, rest: StaticOutput) -> Any:
+    def finish(self, ran: Ran, rest: Rest) -> Any:
         """Write to the modules outside, and return the whole output."""
-        rest_of_out, used = rest.value
+        rest_of_out, used = rest.tree
         written = {slot: x for group in ran.written for slot, x in group.items()}
         written |= {slot: self.advanced[slot] for slot in used}
         self.lifted.commit(ran._replace(written=written))
