@@ -5,7 +5,7 @@ over. `in_axes` has an entry for each argument; an entry may be rules, too. An a
 an integer, or for `es.shard_map` a `PartitionSpec`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 import equinox as eqx
@@ -23,7 +23,6 @@ from .._tree.walk import leaves, Visit
 from .._typing import KeyPath
 from .lift import Lifted
 from .reach import closed_over, is_model, WRAPPERS
-from .roots import Root
 from .transform import Transform
 
 
@@ -96,8 +95,6 @@ class ArgumentAxes:
     """The axes of the arguments of a call.
 
     - `axes`: one for each leaf of `(args, kwargs)`. Keyword arguments have axis 0.
-    - `pairs`: the entries of `in_axes`, each with the part of the arguments that it
-        applies to.
     """
 
     def __init__(
@@ -108,14 +105,15 @@ class ArgumentAxes:
         is_sequence = isinstance(in_axes, (tuple, list))
         entries = tuple(in_axes) if is_sequence else (in_axes,) * len(args)
         try:
-            self.pairs = pairs_of(entries, args)
+            pairs = pairs_of(entries, args)
         except ValueError as error:
             names = transform.caller, transform.entries
             raise ValueError(_NOT_A_PREFIX.format(*names, error)) from None
-        self.pairs.append((0, kwargs))
         # One mapping may be the entry of several arguments.
         self.matchers: dict[int, RuleMatcher] = {}
-        self.axes = [axis for pair in self.pairs for axis in self._axes_of(*pair)]
+        self.axes = [
+            axis for pair in [*pairs, (0, kwargs)] for axis in self._axes_of(*pair)
+        ]
 
     def _axes_of(self, entry: Any, argument: Any) -> list[Any]:
         """The axis of each leaf of an argument with this entry."""
@@ -141,28 +139,6 @@ class ArgumentAxes:
         argument = f"`{self.transform.caller}({self.transform.entries}=...)`"
         check_rules(rules, argument)
         return self.matchers.setdefault(id(rules), RuleMatcher(rules, argument))
-
-    def is_per_lane(self, root: Root, axes: Iterable[Any], visit: Visit) -> bool:
-        """Whether each lane has its own value of a new array in a copied module.
-
-        `axes`: those of the other leaves of the module.
-        """
-        there = (
-            (entry, argument, at.path)
-            for entry, argument in self.pairs
-            for at in leaves(argument, is_leaf=is_owned)
-            if at.node is root.original
-        )
-        for entry, argument, start in there:
-            if is_rules(entry):
-                x = _seen_at(visit, root.ownership, start)
-                key = RuleMatcher(entry, "").bind(argument)(x)
-                return self.transform.is_axis(
-                    self.transform.axis_by_rule(x, entry, key)
-                )
-            axes = [*axes, self.transform.axis_by_entry(entry, visit.node)]
-        # A tree of axes has no entry for a new array, only for the others.
-        return any(map(self.transform.is_axis, axes))
 
     def check_matched(self) -> None:
         """Raise `ValueError` for a filter among the entries that matches nothing."""
@@ -229,12 +205,6 @@ class FunctionAxes:
                     x = _seen_at(leaf, ownership, visit.path)
                     self.by_slot[slot] = axis_by_rule(x, self.rules, key_of(x))
         return axes
-
-    def is_per_lane(self, root: Root, visit: Visit) -> bool:
-        """Whether each lane has its own value of a new array in a root."""
-        x = _seen_at(visit, root.ownership, ())
-        key = RuleMatcher(self.rules, "").bind(root.module)(x)
-        return self.transform.is_axis(self.transform.axis_by_rule(x, self.rules, key))
 
     def _check_constants(self, f: Any) -> None:
         """Raise `ValueError` if a rule would map an array that is a constant.

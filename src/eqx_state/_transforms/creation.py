@@ -4,19 +4,18 @@ JAX fixes the structure of a loop or a branch in advance. These transforms there
 first call their function without a trace, which creates all missing fields
 (`lift_with_fields`). In other transforms, `init` creates concrete arrays, which need
 not leave the trace as outputs: `Lifted.commit` puts them into the modules. Such an
-array cannot be a part of a stack (`check_not_created`).
+array cannot be a part of a stack, so `es.vmap` and `es.scan` look at `created_arrays`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
 
-from .._state.init import created_error
-from .._tree.base import is_module
-from .._tree.walk import is_array, leaves, Visit
+from .._tree.base import BaseModule
+from .._tree.walk import is_array
 from .lift import Lifted
-from .roots import Root, Values
+from .roots import Values
 
 
 def lift_with_fields(
@@ -55,27 +54,9 @@ def run_once(
     lifted.commit(ran._replace(written={}))
 
 
-def check_not_created(
-    lifted: Lifted, is_stack: Callable[[Root, Visit], bool], caller: str
-) -> None:
-    """Raise `ValueError` if `init` has created an array in one layer of a stack.
-
-    `is_stack`: whether an array at this visit, in this root, is stacked.
-    """
-    fields = [field for _, created in lifted.created for field in created]
-    if not fields:
-        return
-    at: dict[int, tuple[Root, Visit]] = {
-        id(visit.node): (root, visit)
-        for root in lifted.roots
-        for visit in root.traversal.visits
-        if is_module(visit.node)
-    }
-    for module, name, value in fields:
-        if id(module) in at:
-            root, visit = at[id(module)]
-            key = jtu.GetAttrKey(name)
-            path, context = (*visit.path, key), visit.context.enter(module, key)
-            made = leaves(value, path, context)
-            if any(is_array(v.node) and is_stack(root, v) for v in made):
-                raise created_error(module, name, f"in one {caller}")
+def created_arrays(lifted: Lifted) -> Iterator[tuple[BaseModule, str, list[Any]]]:
+    """The fields with arrays that `init` has created in the last run, by module."""
+    for _, fields in lifted.created:
+        for module, name, value in fields:
+            if arrays := [*filter(is_array, jtu.tree_leaves(value))]:
+                yield module, name, arrays

@@ -12,11 +12,12 @@ import jax.tree_util as jtu
 
 from .._compat import boundary, manual_axes, while_loop as run_while
 from .._errors import show
+from .._state.init import created_error
 from .._tree.base import keystr
 from .._tree.keys import is_typed
 from .._tree.walk import is_array
 from .carry import Loop, Step
-from .creation import check_not_created, create_fields, run_once
+from .creation import create_fields, created_arrays, run_once
 from .cut import cut
 from .lift import Lifted
 
@@ -149,7 +150,9 @@ def _create_fields(f: Any, init: Any, xs: Any, index: int) -> None:
     arrays, rest = cut(lifted.arguments)
     arrays = jtu.tree_map(lambda x: _slice_of(x, index), arrays)
     run_once(lifted, slices, f, (init, rest.join(arrays)))
-    check_not_created(lifted, lambda root, _: root.is_copy, "step of `es.scan`")
+    for module, name, _ in created_arrays(lifted):
+        if lifted.copies.is_copy(module):
+            raise created_error(module, name, "in one step of `es.scan`")
 
 
 def _pair_of(out: Any) -> tuple[Any, tuple[Any, Any]]:

@@ -11,11 +11,12 @@ from typing import Any, Final, NamedTuple
 import equinox as eqx
 import jax.tree_util as jtu
 
+from .._state.init import created_error
 from .._state.scope import is_owned
 from .._tree.base import is_module
 from .._tree.dtypes import is_traceable
 from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
-from .._tree.walk import leaves, name_of, Visit
+from .._tree.walk import leaves, name_of
 from .axes import (
     AbstractMap,
     ArgumentAxes,
@@ -25,11 +26,11 @@ from .axes import (
     SPLIT,
 )
 from .callables import is_bound_method
-from .creation import check_not_created
+from .creation import created_arrays
 from .cut import cut, Rest
 from .lift import Lifted, Ran
 from .reach import check_given
-from .roots import by_entry, Root, Values
+from .roots import by_entry, Values
 from .transform import Transform
 
 
@@ -81,15 +82,15 @@ class Mapped:
     def __init__(
         self, transform: AbstractMap, args: tuple[Any, ...], kwargs: dict[str, Any]
     ):
-        self.transform, f = transform, _opened(transform.f)
-        self.arguments = ArgumentAxes(transform, args, kwargs)
-        self.lifted = lifted = Lifted(f, (args, kwargs), self.arguments.axes)
-        self.function = function = FunctionAxes(transform, f, lifted)
+        self.transform, self.given = transform, (args, kwargs)
+        f, arguments = _opened(transform.f), ArgumentAxes(transform, args, kwargs)
+        self.lifted = lifted = Lifted(f, (args, kwargs), arguments.axes)
+        function = FunctionAxes(transform, f, lifted)
         if not lifted.is_initializing:  # else `init` may still create arrays
             check_given(transform.f, *args, *kwargs.values())
             function.check_matched()
-            self.arguments.check_matched()
-        axes = self.arguments.axes
+            arguments.check_matched()
+        axes = arguments.axes
         self.axes = {**function.by_slot, **lifted.by_slot(lifted.arguments, axes)}
         given = [
             Row(x, None if is_owned(x) else own[0])
@@ -211,9 +212,7 @@ class Mapped:
         written = {slot: x for group in ran.written for slot, x in group.items()}
         written |= {slot: self.advanced[slot] for slot in used}
         self.lifted.commit(ran._replace(written=written))
-        # After the commit, because a filter may only match what is in the model.
-        lane = f"lane of `{self.transform.caller}`"
-        check_not_created(self.lifted, self._is_per_lane, lane)
+        self._check_not_created()
         return rest_of_out.join(ran.out)
 
     def advice(
@@ -234,11 +233,24 @@ class Mapped:
         field = self.lifted.name(slots[0]).rpartition(".")[2].partition("[")[0]
         return general.format(_REDUCE.format(field or "mean", shown), shown)
 
-    def _is_per_lane(self, root: Root, visit: Visit) -> bool:
-        if not root.is_copy:
-            return self.function.is_per_lane(root, visit)
-        axes = [self.axes[slot] for slot in root.slots]
-        return self.arguments.is_per_lane(root, axes, visit)
+    def _check_not_created(self) -> None:
+        """Raise `ValueError` if each lane has its own value of an array that `init` has
+        created."""
+        if not (created := [*created_arrays(self.lifted)]):
+            return
+        is_axis = self.transform.is_axis
+        # The modules contain the new arrays now, so this finds their axes.
+        after = Mapped(self.transform, *self.given)
+        stacked = {
+            id(after.lifted.values[k]) for k, x in after.axes.items() if is_axis(x)
+        }
+        for module, name, arrays in created:
+            # In a tree of axes there is none for a new array, only for the others.
+            others = self.lifted.slots(module) if self.lifted.has(module) else ()
+            is_in_stack = any(is_axis(self.axes[slot]) for slot in others)
+            if is_in_stack or any(id(x) in stacked for x in arrays):
+                lane = f"in one lane of `{self.transform.caller}`"
+                raise created_error(module, name, lane)
 
 
 def _tree_of(rows: Iterable[Row], like: Any) -> Any:
