@@ -151,7 +151,7 @@ def _create_fields(f: Any, init: Any, xs: Any, index: int) -> None:
     arrays = jtu.tree_map(lambda x: _slice_of(x, index), arrays)
     run_once(lifted, slices, f, (init, rest.join(arrays)))
     for module, name, _ in created_arrays(lifted):
-        if lifted.copies.is_copy(module):
+        if id(module) in lifted.copies.originals:
             raise created_error(module, name, "in one step of `es.scan`")
 
 

@@ -6,7 +6,7 @@ modules, in the order of flattening. A module is a range of slots.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -19,6 +19,7 @@ from .._tree.base import (
     INFERENCE,
     is_module,
     ownership_of,
+    set_ownership,
 )
 from .._tree.compare import identical
 from .._tree.unbuilt import fields_of
@@ -36,7 +37,6 @@ class Root:
     - `original`: the module that `module` is a copy of, or else `module` itself.
     - `traversal`: its paths begin at the model that the scope owns.
     - `slots`: those of its leaves.
-    - `is_lifted`: whether something inside is a module that is lifted, too.
     - `has_strays`: whether user code has put a module into a list of the model. No
         scope owns it, so it is a part of the field that contains the list.
     """
@@ -46,12 +46,11 @@ class Root:
     ownership: Ownership
     traversal: Traversal
     slots: range
-    is_lifted: Callable[[Any], bool]
 
     def __post_init__(self) -> None:
         # Now, because `is_owned` is false when the scope has closed.
         modules = filter(is_module, self.traversal.modules)
-        self.has_strays = not all(map(self.is_lifted, modules))
+        self.has_strays = not all(map(is_owned, modules))
 
     @property
     def is_copy(self) -> bool:
@@ -145,14 +144,7 @@ def roots_among(reached: Sequence[Any], copies: "Copies") -> list[Root]:
     stops = [*itertools.accumulate(sizes, initial=0)]
     pairs = zip(outermost, itertools.pairwise(stops), strict=True)
     return [
-        Root(
-            x,
-            copies.original(x),
-            ownership_of(x),
-            t,
-            range(*ends),
-            copies.is_lifted_in(x),
-        )
+        Root(x, copies.original(x), ownership_of(x), t, range(*ends))
         for (x, t), ends in pairs
     ]
 
@@ -163,7 +155,6 @@ def fields_in(root: Root, copies: "Copies") -> list[Field]:
     # the leaves in JAX's order.
     slots = iter(root.slots)
     fields: list[Field] = []
-    is_node = root.is_lifted
 
     def add(module: BaseModule) -> None:
         outside, values = copies.original(module), fields_of(module)
@@ -171,18 +162,18 @@ def fields_in(root: Root, copies: "Copies") -> list[Field]:
             value = values.get(name)
             if eqx.is_array(value):  # without a flattening
                 fields.append(Field(module, outside, name, [next(slots)]))
-            elif is_node(value):
+            elif is_owned(value):
                 add(value)
             elif value is not None and name != INFERENCE:
                 fields.append(container(module, outside, name, value))
 
     def container(module: Any, outside: Any, name: str, value: Any) -> Field:
-        below, structure = jtu.tree_flatten(value, is_leaf=is_node)
+        below, structure = jtu.tree_flatten(value, is_leaf=is_owned)
         items: list[Any] = []
         for x in below:
-            if is_node(x):
+            if is_owned(x):
                 add(x)
-            items.append(x if is_node(x) else next(slots))
+            items.append(x if is_owned(x) else next(slots))
         given = fields_of(outside)[name]
         contents = jtu.tree_leaves(given, is_leaf=is_owned)
         return Field(module, outside, name, items, structure, given, contents)
@@ -203,13 +194,6 @@ class Copies(NamedTuple):
 
     originals: dict[int, Any]
     traversals: dict[int, Traversal]
-
-    def is_copy(self, x: Any) -> bool:
-        return id(x) in self.originals
-
-    def is_lifted_in(self, module: Any) -> Callable[[Any], bool]:
-        """A function: whether something in this module is lifted, too."""
-        return self.is_copy if self.is_copy(module) else is_owned
 
     def original(self, x: Any) -> Any:
         return self.originals.get(id(x), x)
@@ -255,6 +239,8 @@ def copy_arguments(tree: Any, treatments: Sequence[Any] = ()) -> tuple[Any, Copi
             if is_owned(original):
                 known.setdefault((id(original), treatment[start:stop]), inner)
                 copies.originals[id(inner)] = original
+            else:
+                set_ownership(inner, None)
     leaves = [known[id(x), t] if is_owned(x) else x for x, t in entries]
     treedef = jtu.tree_structure(tree, is_leaf=is_owned)
     return jtu.tree_unflatten(treedef, leaves), copies
