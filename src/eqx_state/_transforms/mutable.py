@@ -202,9 +202,8 @@ def mutable(
         a kind; `argnums` names one argument twice; a filter in `cast` matches nothing.
     - `es.NotInitializedError`: the model still contains an `es.Initializer`.
     - `TypeError`: the call has no positional argument, or not the one that `argnums`
-        names, or no module although a partial binds one; a method is also given its own
-        model; `cast` is neither a real floating dtype nor a mapping from filters to
-        such dtypes.
+        names, or no module although a partial binds one; `cast` is neither a real
+        floating dtype nor a mapping from filters to such dtypes.
 
     !!! example
 

@@ -4,7 +4,6 @@ It is the object that the function is bound to (`receiver`), or some of the argu
 those that `argnums` names, or else the first.
 """
 
-import inspect
 import operator
 from collections.abc import Callable
 from typing import Any, Final
@@ -25,11 +24,6 @@ def target(
     name = name if isinstance(name, str) and name.isidentifier() else "f"
     if argnums is None:
         if (found := receiver(f)) is not None:
-            is_given = bool(args) and args[0] is found.model
-            if is_given and not _fits(f, args, kwargs) and _fits(f, args[1:], kwargs):
-                name = getattr(f, "__name__", "__call__")
-                cls = type(found.model).__name__
-                raise TypeError(_BOUND_TWICE.format(caller, name, cls))
             return found.model, lambda model: found.bind(model)(*args, **kwargs)
         if not args:
             raise TypeError(_NO_MODEL.format(caller, name))
@@ -47,14 +41,6 @@ def target(
 
     models = tuple(args[i] for i in named)
     return models[0] if is_one else models, run
-
-
-def _fits(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    try:
-        inspect.signature(f).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 def _check_has_a_model(f: Any, first: Any, caller: str) -> None:
@@ -110,9 +96,3 @@ argument of the call, and what a partial binds does not count:
     {0}(ft.partial(f, x=x))(model)        # right: the partial binds the rest
 
 If the first argument is the model, although it has no module, say so: `argnums=0`."""
-
-_BOUND_TWICE: Final = """`{0}`: `{1}` is a method of this `{2}`, which is the model. \
-Do not pass it again:
-
-    {0}(model.{1})(model, x)      # wrong
-    {0}(model.{1})(x)             # right"""
