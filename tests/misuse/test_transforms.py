@@ -99,7 +99,7 @@ def test_batch_norm_of_batches_with_one_image():
     es.mutable(es.vmap(es.nn.BatchNorm(3)))(jnp.ones((2, 3, 3, 3)))
 
 
-@fails(TypeError, "returned `i32[]` as its loss, and only a float has a gradient")
+@fails(TypeError, "returned `i32[]` as its loss", "use a loss without them")
 def test_a_loss_that_counts(net):
     es.grad(lambda net: jnp.sum(net.mean > 0))(net)
 

@@ -125,12 +125,7 @@ def test_a_module_that_wraps_a_module_is_the_model():
     assert es.mutable(Logged(Counter()))(1.0)[1].inner.count == 1
 
 
-@pytest.mark.parametrize("argnums", [1, (1, 2)])
-def test_argnums_that_name_no_module(argnums):
-    loss = lambda model, *ids: model(ids[0].astype(float)).sum()  # noqa: E731
-    args = Counter(), jnp.arange(2), jnp.arange(2)
-    message = r"argnums=.*names no module.*argument 0 contains a module.*`argnums=0`"
-    with pytest.raises(ValueError, match=message):
-        es.grad(loss, argnums=argnums)(*args)
-    with pytest.raises(ValueError, match="has 0 parameters"):  # there is no module
-        es.grad(lambda x: x, argnums=0)(jnp.arange(2))
+def test_argnums_that_name_no_module_with_inexact_arrays():
+    loss = lambda model, i: model(i.astype(float))  # noqa: E731
+    with pytest.raises(ValueError, match="has 0 parameters"):
+        es.grad(loss, argnums=1)(Counter(), jnp.array(2))

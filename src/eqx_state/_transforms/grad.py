@@ -29,7 +29,6 @@ from .._tree.filters import (
 )
 from .._tree.parts import is_inexact
 from .._tree.rules import check_names, nothing_selected
-from .._tree.walk import all_modules
 from .._typing import P, R
 from .cast import as_cast, Cast, CastLike, codecs_of
 from .clashes import check_not_replaced
@@ -80,10 +79,6 @@ class Gradient(Transform):
         selects = bind_to_visits((self.wrt, is_inexact), model)
         selected = [selects(visit) for visit in given.visits if visit.is_leaf]
         if not any(selected):
-            modules = [i for i, x in enumerate(args) if all_modules(x)]
-            if self.argnums is not None and modules and not all_modules(model):
-                said = self.name, self.argnums, modules[0]
-                raise ValueError(_OTHER_ARGUMENT.format(*said))
             raise nothing_selected(f"{self.name}(wrt", self.wrt, model)
         check_names(self.wrt, [model], f"`{self.name}(wrt=…)`")
 
@@ -152,13 +147,12 @@ def _gradient(
 
 
 def _check_loss(loss: Any, caller: str) -> None:
-    if isinstance(loss, float):  # `.item()` of a tracer of JAX is a number
-        raise TypeError(_NUMBER.format(caller, loss))
+    # `.item()` of a tracer of JAX is a number, whose gradient would be zero.
+    is_number = isinstance(loss, float)
     is_scalar = eqx.is_array_like(loss) and jnp.shape(loss) == ()
-    if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        has_no_gradient = is_scalar and not jnp.iscomplexobj(loss)
-        text = _NO_GRADIENT if has_no_gradient else _NOT_A_LOSS
-        raise TypeError(text.format(caller, show(loss)))
+    is_floating = is_scalar and jnp.issubdtype(jnp.result_type(loss), jnp.floating)
+    if is_number or not is_floating:
+        raise TypeError(_NOT_A_LOSS.format(caller, show(loss)))
 
 
 _UNPACKED: Final = {  # by name and `has_aux`
@@ -168,20 +162,11 @@ _UNPACKED: Final = {  # by name and `has_aux`
     ("es.grad", True): "grads, (aux, model)",
 }
 
-_OTHER_ARGUMENT: Final = """`{0}(..., argnums={1})` names no module, and `wrt` \
-selects no inexact array there, but argument {2} contains a module. Positions count \
-from 0: write `argnums={2}`."""
-
 _NOT_A_LOSS: Final = """The function under `{}` returned `{}` as its loss, and a \
-gradient needs one real number. Reduce it, `jnp.mean(loss)`; if the function returns \
-more than the loss, `(loss, aux)`, pass `has_aux=True`."""
-
-_NO_GRADIENT: Final = """The function under `{}` returned `{}` as its loss, and only a \
-float has a gradient. Comparisons, `argmax` and rounding have none, so converting the \
-loss would give zeros: use a loss without them."""
-
-_NUMBER: Final = """The function under `{}` returned the Python number {} as its loss, \
-whose gradient is zero. Return the array, without `.item()`."""
+gradient needs one real number, as an array of floats. Reduce it, `jnp.mean(loss)`; \
+leave out `.item()`; if the function returns more than the loss, `(loss, aux)`, pass \
+`has_aux=True`. Comparisons, `argmax` and rounding have no gradient, so converting an \
+integer loss would give zeros: use a loss without them."""
 
 
 @overload
