@@ -58,18 +58,10 @@ class Plain(eqx.Module):
     def __call__(self):
         self.count = self.count + 1
 
-    def reads(self, name):
-        return getattr(self, name)
-
 
 @fails(FROZEN, "Only an `es.Module` can write", "`Plain`, which declares `count`")
 def test_a_write_in_an_equinox_module_that_declares_a_kind():
     es.mutable(lambda m: m[1]())([eqx.nn.Identity(), Plain(jnp.array(0))])
-
-
-@fails(AttributeError, "Only an `es.Module` has the flag", "`class Plain(es.Module)`")
-def test_the_flag_of_an_equinox_module():
-    es.mutable(Plain(jnp.array(0)).reads)("training")
 
 
 def test_an_equinox_module_that_is_not_to_blame_is_not_named(net):
@@ -77,7 +69,7 @@ def test_an_equinox_module_that_is_not_to_blame_is_not_named(net):
         es.mutable(lambda net: Plain(0)())(net)
     assert not any("Plain" in note for note in getattr(info.value, "__notes__", ()))
     with pytest.raises(AttributeError, match="no attribute 'moving'") as info:
-        es.mutable(Plain(jnp.array(0)).reads)("moving")
+        es.mutable(lambda plain: plain.moving)(Plain(jnp.array(0)))
     assert not any("Plain" in note for note in getattr(info.value, "__notes__", ()))
 
 

@@ -11,7 +11,7 @@ from .._kinds.kinds import State
 from .._state.copy import PrivateCopy
 from .._state.lazy import check_usable
 from .._state.scope import as_kinds, Kinds, Scope
-from .._tree.base import BaseModule, FLAGS, is_eqx_module
+from .._tree.base import BaseModule
 from .._tree.walk import name_of, Traversal, Visit
 from .._typing import P, R
 from .cast import as_cast, Cast, CastLike, codecs_of
@@ -76,14 +76,8 @@ def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
 
 
 def _note(error: AttributeError, visits: list[Visit], scope: Scope) -> str:
-    """What to add to an error of Python or Equinox about a field of a module."""
-    if is_eqx_module(error.obj):
-        cls = type(error.obj)
-        if error.name in {f.name for f in dataclasses.fields(cls)}:
-            return _OLD.format(cls.__name__, error.name)
-        is_flag = error.name in FLAGS
-        return _NO_FLAG.format(cls.__name__, error.name) if is_flag else ""
-    # All errors of ours begin with "Cannot". Others do not say which module they mean.
+    """What to add to Equinox's error for a field that only an `es.Module` can write."""
+    # All errors of ours begin with "Cannot".
     if type(error) is dataclasses.FrozenInstanceError and "Cannot" not in str(error):
         for visit in visits:
             owner, kind = visit.context.owner, visit.context.spec.kind
@@ -95,12 +89,6 @@ def _note(error: AttributeError, visits: list[Visit], scope: Scope) -> str:
 _NAME_IT: Final = """A collective such as `jax.lax.pmean(x, "batch")` needs lanes \
 with this name: `es.vmap(f, axis_name="batch")(xs)`, and for a model that writes state \
 `es.mutable(es.vmap(model, axis_name="batch"))(xs)`."""
-
-_OLD: Final = """This `{0}` lacks its field `{1}`. If it is an old pickle, create a \
-new `{0}`, and copy the arrays: `es.load_state_dict({0}(...), es.state_dict(old), \
-strict=False)`."""
-
-_NO_FLAG: Final = """Only an `es.Module` has the flag `{1}`: `class {0}(es.Module)`."""
 
 _NOT_WRITABLE: Final = """Only an `es.Module` can write its fields, and `{0}`, which \
 declares `{1}`, is not one: `class {0}(es.Module)`."""
