@@ -320,7 +320,7 @@ def test_calls_nest():
     "cast", ["bfloat", jnp.int8, es.Parameter, jnp.ones(2)], ids=repr
 )
 def test_cast_is_a_dtype_or_a_mapping_from_filters(cast):
-    match = r"`es\.grad\(cast=\.\.\.\)`: pass a real floating dtype.*filters to dtypes"
+    match = r"`es\.grad\(cast=\.\.\.\)`: .* is not a real floating dtype.*to such dtyp"
     with pytest.raises(TypeError, match=match):
         es.grad(loss_fn, cast=cast)
 

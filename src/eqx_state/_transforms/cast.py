@@ -5,6 +5,7 @@ differentiated function, so gradients pass back through the cast. After the call
 unwritten arrays are the caller's own again, and written arrays are cast back.
 """
 
+import contextlib
 from collections.abc import Hashable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -18,7 +19,6 @@ from .._kinds.kinds import Buffer, Parameter
 from .._state.codecs import Codec
 from .._state.lazy import check_initialized
 from .._tree.dtypes import canonical, is_weak
-from .._tree.filters import filter_text
 from .._tree.rules import check_rules, choose
 from .._tree.walk import is_array, leaves
 from .._typing import KeyPath, PyTree
@@ -97,12 +97,10 @@ def as_cast(cast: Any, caller: str) -> Cast | None:
         return None
     caller = f"`{caller}(cast=...)`"
     if not isinstance(cast, Mapping):
-        if (dtype := _floating(cast)) is None:
-            raise TypeError(_NOT_RULES.format(caller, show(cast)))
         # Buffers, too: a float32 constant would make all that follows float32.
-        cast = {Parameter: dtype, Buffer: dtype}
+        cast = {Parameter: cast, Buffer: cast}
     check_rules(cast, caller)
-    return Cast(tuple((key, _as_dtype(cast, key, caller)) for key in cast), caller)
+    return Cast(tuple((k, _as_dtype(x, caller)) for k, x in cast.items()), caller)
 
 
 def codecs_of(cast: Cast | None) -> list[Codec]:
@@ -110,28 +108,19 @@ def codecs_of(cast: Cast | None) -> list[Codec]:
     return [] if cast is None else [CastCodec(cast)]
 
 
-def _as_dtype(cast: Mapping[Any, Any], key: Any, caller: str) -> Any:
-    dtype = _floating(cast[key])
-    if dtype is None and cast[key] is not None:
-        raise TypeError(_NOT_A_DTYPE.format(caller, filter_text(key), show(cast[key])))
-    return dtype
-
-
-def _floating(x: Any) -> Any:
-    """`x` as a real floating dtype; `None` if it is none."""
-    if x is None or is_array(x):  # `jnp.dtype` would accept both
+def _as_dtype(x: Any, caller: str) -> Any:
+    """`x` as a real floating dtype; `None` stands for the dtype of each array."""
+    if x is None:
         return None
-    try:
-        dtype = jnp.dtype(x)
-    except TypeError:
-        return None
-    return dtype if jnp.issubdtype(dtype, jnp.floating) else None
+    # `jnp.dtype` would accept an array.
+    with contextlib.suppress(TypeError):
+        dtype = None if is_array(x) else jnp.dtype(x)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+    raise TypeError(_NOT_A_DTYPE.format(caller, show(x)))
 
 
-_NOT_RULES: Final = """{}: pass a real floating dtype, `cast=jnp.bfloat16`, or a \
-mapping from filters to dtypes, such as `cast={{es.Parameter: jnp.bfloat16}}`, but \
-`{}` was given."""
-
-_NOT_A_DTYPE: Final = """{0}: the value for `{1}` is `{2}`, but it must be a real \
-floating dtype, or `None` to leave the arrays unchanged: `cast={{es.Parameter: \
-jnp.bfloat16}}`. Integers, bools and complex arrays are never cast."""
+_NOT_A_DTYPE: Final = """{}: `{}` is not a real floating dtype. Pass one, \
+`cast=jnp.bfloat16`, or a mapping from filters to such dtypes, or to `None` to leave \
+the arrays unchanged: `cast={{es.Parameter: jnp.bfloat16}}`. Integers, bools and \
+complex arrays are never cast."""
