@@ -14,11 +14,11 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._state.scope import is_owned
-from .._tree.base import dynamic_names, INFERENCE, is_eqx_module
+from .._tree.base import dynamic_names, INFERENCE
 from .._tree.compare import identical
 from .._tree.unbuilt import fields_of
 from .._tree.walk import all_modules
-from .reach import is_model, WRAPPERS
+from .reach import is_model
 
 
 class Contents(NamedTuple):
@@ -36,32 +36,27 @@ class Contents(NamedTuple):
 
 
 def contents_in(tree: Any) -> list[Contents]:
-    """The containers of modules in `tree`, and those in fields of unowned modules."""
-    modules: list[eqx.Module] = []
-    around: list[Any] = []
+    """The containers in fields of unowned modules in `tree`, and those of modules."""
+    found: list[Contents] = []
+    around: list[Contents] = []
 
-    def is_leaf(x: Any) -> bool:
-        if is_eqx_module(x) and not is_owned(x):
-            modules.append(x)
+    def look(x: Any) -> bool:
+        if is_owned(x):
+            return True
+        if is_model(x):
+            for name in dynamic_names(type(x)):
+                value = fields_of(x).get(name) if name != INFERENCE else None
+                if isinstance(value, _CONTAINERS):
+                    found.append(Contents(x, name, value, *_flat(value)))
+        elif isinstance(x, (dict, list)):
+            leaves, structure = _flat(x)
+            if any(map(is_model, leaves)):
+                around.append(Contents(None, "", x, leaves, structure))
         # Of an iterator JAX would warn, and an outdated state refuses to flatten.
-        return is_owned(x) or isinstance(x, (Iterator, eqx.nn.State))
+        return isinstance(x, (Iterator, eqx.nn.State))
 
-    def is_model_or_leaf(x: Any) -> bool:
-        if isinstance(x, (dict, list)) and any(map(is_model, _flat(x)[0])):
-            around.append(x)
-        return is_model(x) or is_leaf(x)
-
-    jtu.tree_leaves(tree, is_leaf=is_model_or_leaf)
-    modules.clear()
-    jtu.tree_leaves(tree, is_leaf=is_leaf)
-    return [Contents(None, "", x, *_flat(x)) for x in around] + [
-        Contents(module, name, value, *_flat(value))
-        for module in modules
-        if not isinstance(module, WRAPPERS)
-        for name in dynamic_names(type(module))
-        if name != INFERENCE
-        if isinstance(value := fields_of(module).get(name), _CONTAINERS)
-    ]
+    jtu.tree_leaves(tree, is_leaf=look)
+    return found + around  # a container in a field is in both
 
 
 # A tuple does not change, but may contain a list that does.
