@@ -254,7 +254,12 @@ def while_loop(
     loop = Loop((cond_fun, body_fun), init_val, create=create)
 
     def go_on(carry: Any) -> Any:
-        return _go_on(loop, carry, cond_fun)
+        given, values = loop.enter(carry)
+        ran = loop.lifted.run(values, cond_fun, (given,))
+        out, written = ran.without_sown(_SOWN)
+        if names := [f"`{loop.lifted.name(slot)}`" for slot in written]:
+            raise ValueError(_COND_WROTE.format(", ".join(names)))
+        return out
 
     def body(carry: Any) -> Any:
         arrays, state = _only_carry(loop.step(carry, body_fun))
@@ -275,16 +280,6 @@ def _error_if(tree: Any, failed: Any, message: str) -> Any:
         return jr.wrap_key_data(x, impl=jr.key_impl(old)) if is_typed(old) else x
 
     return jtu.tree_map(wrap, checked, tree)
-
-
-def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
-    """Call `cond_fun`, which can return only a bool."""
-    given, values = loop.enter(carry)
-    ran = loop.lifted.run(values, cond_fun, (given,))
-    out, written = ran.without_sown(_SOWN)
-    if names := [f"`{loop.lifted.name(slot)}`" for slot in written]:
-        raise ValueError(_COND_WROTE.format(", ".join(names)))
-    return out
 
 
 def _only_carry(step: Step) -> Any:
