@@ -68,11 +68,8 @@ def _select(
     # In `es.switch(i, [f, f, g])`, JAX recognizes `f` by its identity, and traces it
     # once. Wrap it only once, too.
     distinct = {_identity(f): branch(f) for f in branches}
-    for run in distinct.values():
-        if is_manual:
-            jax.eval_shape(run, arrays)  # fills `varying` for all branches
-        else:
-            lifted.probe(run, arrays)
+    for run in distinct.values() if is_manual else ():
+        jax.eval_shape(run, arrays)  # fills `varying` for all branches
     ran: Ran = select([distinct[_identity(f)] for f in branches], arrays)
     written = {slot: x for slot, x in ran.written.items() if slot in traces.written}
     lifted.commit(ran._replace(written=written))
