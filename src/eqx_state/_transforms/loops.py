@@ -104,13 +104,10 @@ def scan(
             raise ValueError(_NO_AXIS.format(name))
     static: list[Any] = []  # for each trace, the static part of the output
 
-    def run(carry: Any, x: Any) -> Step:
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
         sliced, slices = x
         after = (others.join(sliced),)
-        return loop.step(carry, f, after=after, slices=slices, unpack=_pair_of)
-
-    def step(carry: Any, x: Any) -> tuple[Any, Any]:
-        (carry, ran), slices = run(carry, x), x[1]
+        carry, ran = loop.step(carry, f, after=after, slices=slices, unpack=_pair_of)
         pair, y = ran.out
         y, rest = cut(y)
         static.append((pair, rest))
@@ -119,7 +116,7 @@ def scan(
 
     carry, ran = jax.lax.scan(
         step,
-        loop.first_carry(lambda carry: run(carry, jtu.tree_map(_slice_of, each)).carry),
+        loop.first_carry(lambda carry: step(carry, jtu.tree_map(_slice_of, each))[0]),
         each,
         length,
         reverse=reverse,
