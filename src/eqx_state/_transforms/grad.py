@@ -5,8 +5,7 @@ of the others, and runs the call as `es.mutable` does. The new model is an auxil
 output. So is what the call writes to other modules of an outer scope (`lift`).
 """
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Concatenate, Final, Literal, overload, TypeVar
 
 import equinox as eqx
@@ -82,17 +81,16 @@ class Gradient(Transform):
             raise nothing_selected(f"{self.name}(wrt", self.wrt, model)
         check_names(self.wrt, [model], f"`{self.name}(wrt=…)`")
 
-        def with_selected(new: Iterable[Any], others: Iterable[Any]) -> list[Any]:
-            """A leaf for each of the model's: from `new` if selected, else `others`."""
-            new = iter(new)
-            pairs = zip(others, selected, strict=True)
-            return [next(new) if is_selected else x for x, is_selected in pairs]
+        def filled(inputs: list[Any]) -> list[Any]:
+            """The leaves of the model, with these instead of the selected ones."""
+            pairs = zip(inputs, given.leaves, strict=True)
+            return [old if new is None else new for new, old in pairs]
 
         def differentiated(inputs: list[Any]) -> tuple[Any, Any]:
             # Here, because a scope belongs to the trace in which it was created.
             codecs = codecs_of(self.cast)
             scope = observed(self.kinds, reports=reports, codecs=codecs)
-            here = given.with_leaves(with_selected(inputs, given.leaves))
+            here = given.with_leaves(filled(inputs))
 
             def run(*_: Any) -> Any:  # `call` has the arguments
                 return run_on_copy(model, scope, call, here)
@@ -105,11 +103,12 @@ class Gradient(Transform):
 
         value_and_grad = eqx.filter_value_and_grad(differentiated, has_aux=True)
         # Of a NumPy array JAX would return a literal of a private class.
-        inputs = [*map(jnp.asarray, itertools.compress(given.leaves, selected))]
+        pairs = zip(given.leaves, selected, strict=True)
+        inputs = [jnp.asarray(x) if is_input else None for x, is_input in pairs]
         (_, (out, new, sown, ran)), gradient = value_and_grad(inputs)
-        passed = with_selected(inputs, given.leaves)
         returned = jtu.tree_leaves(new)
-        is_new = [x is not old for x, old in zip(returned, passed, strict=True)]
+        pairs = zip(returned, filled(inputs), strict=True)
+        is_new = [x is not old for x, old in pairs]
         if ran.written:
             written_too = lifted.by_slot(original, is_new)
             check_not_replaced(lifted.leaves, ran.written, written_too)
@@ -118,8 +117,7 @@ class Gradient(Transform):
         triples = zip(is_new, returned, given.leaves, strict=True)
         leaves = (new if changed else own for changed, new, own in triples)
         new = given.structure.unflatten(leaves)
-        holes = [None] * len(selected)
-        grads = given.structure.unflatten(with_selected(gradient, holes))
+        grads = given.structure.unflatten(gradient)
         names = _UNPACKED[self.name, self.has_aux]
         note_written(grads, model, new, f"{names} = {self.name}(loss_fn)(model)")
         if self.name == "es.value_and_grad":
