@@ -13,11 +13,10 @@ from .._kinds.kinds import State
 from .._state.observe import can_be_observed, Observer, OBSERVING, ProgramKey, untagged
 from .._state.scope import as_kinds, Kinds, Scope, Sown
 from .._state.sow import keep, Key
-from .._transforms.callables import without_partials
 from .._transforms.grad import Gradient
 from .._transforms.mutable import run_on_copy
 from .._transforms.target import Argnums, as_argnums, target
-from .._transforms.transform import Transform, wrap
+from .._transforms.transform import Transform, without_partials, wrap
 from .._tree.base import is_eqx_module
 from .._tree.dtypes import fit_leaf, NUMBERS, same_type
 from .._tree.filters import compiled_glob

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .._transforms.callables import is_bound_method, layer_of
-from .._transforms.transform import Bound
+from .._transforms.transform import Bound, is_bound_method, layer_of
 from .._tree.base import keystr
 from .._tree.context import children, is_leaf
 from .._tree.keys import is_typed

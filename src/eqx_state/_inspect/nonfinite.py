@@ -12,10 +12,9 @@ from .._kinds.kinds import State
 from .._state.observe import Observer, ProgramKey
 from .._state.scope import Scope
 from .._state.sow import carried_out, Key
-from .._transforms.callables import receiver
 from .._transforms.mutable import run_on_copy
 from .._transforms.target import target
-from .._transforms.transform import Transform, wrap
+from .._transforms.transform import receiver, Transform, wrap
 from .._tree.parts import is_inexact, parts
 from .._typing import PyTree
 from .backward import blamed, is_finite, watched

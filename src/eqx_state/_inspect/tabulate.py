@@ -19,10 +19,9 @@ from .._state.lazy import check_not_a_class, Initializer
 from .._state.observe import Observer, ProgramKey
 from .._state.scope import Scope
 from .._state.write import kind_at
-from .._transforms.callables import receiver
 from .._transforms.mutable import run_on_copy
 from .._transforms.target import target
-from .._transforms.transform import method_as_pytree
+from .._transforms.transform import method_as_pytree, receiver
 from .._tree.base import has_inference, is_eqx_module, is_module
 from .._tree.filters import bind, trainable
 from .._tree.modes import eval

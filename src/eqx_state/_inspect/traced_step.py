@@ -15,7 +15,7 @@ import numpy as np
 
 from .._kinds.kinds import OptState, Parameter
 from .._state.marks import MARKS, Marks
-from .._transforms.callables import receiver
+from .._transforms.transform import receiver
 from .._tree.base import is_eqx_module, is_module, keystr
 from .._tree.compare import same_modes
 from .._tree.context import children

@@ -15,9 +15,9 @@ import jax.tree_util as jtu
 
 from .._errors import an, TraceError
 from .._state.scope import is_any_open, is_owned
-from .._transforms.callables import is_wrapper_of_equinox, layer_of
 from .._transforms.lift import Lifted
 from .._transforms.reach import check_given, owned_in
+from .._transforms.transform import is_wrapper_of_equinox, layer_of
 from .._tree.base import is_eqx_module, keystr, ownership_of
 from .._tree.walk import name_of
 from .options import Options

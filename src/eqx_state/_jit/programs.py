@@ -18,7 +18,7 @@ import jax
 
 from .._compat import jaxpr_of, PROGRAM_ERRORS, run_in_program
 from .._state.scope import is_any_open, is_open_here
-from .._transforms.callables import with_origin_as_leaf
+from .._transforms.transform import with_origin_as_leaf
 from .call import cache_key_of, is_of_plain_object, JitCall, origin_of
 from .checks import callbacks_in, raise_failed_check, unlogged, wait
 from .form import Form, form_of

@@ -17,11 +17,11 @@ from .._errors import show
 from .._state.scope import Sown
 from .._tree.compare import difference, is_hole, structure_with_holes
 from .._typing import R
-from .callables import is_bound_method
 from .creation import create_fields, lift_with_fields
 from .cut import cut
 from .lift import Ran
 from .reach import check_given
+from .transform import is_bound_method
 
 
 def _select(

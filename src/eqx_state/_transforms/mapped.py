@@ -25,13 +25,12 @@ from .axes import (
     pairs_of,
     SPLIT,
 )
-from .callables import is_bound_method
 from .creation import created_arrays
 from .cut import cut, Rest
 from .lift import Lifted, Ran
 from .reach import check_given
 from .roots import by_entry, Values
-from .transform import Transform
+from .transform import is_bound_method, Transform
 
 
 class Row(NamedTuple):

@@ -21,8 +21,7 @@ from .._tree.base import is_eqx_module
 from .._tree.compare import check_not_repeated
 from .._tree.context import children
 from .._tree.walk import is_array
-from .callables import layer_of
-from .transform import Transform
+from .transform import layer_of, Transform
 
 
 _ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from .._tree.walk import all_modules
-from .callables import bound_arguments, receiver
+from .transform import bound_arguments, receiver
 
 
 Argnums = int | tuple[int, ...] | None

@@ -26,12 +26,11 @@ from .._tree.rules import check_rules
 from .._tree.walk import is_array
 from .._typing import P, R
 from .axes import AbstractMap, SPLIT
-from .callables import receiver
 from .lift import Ran
 from .mapped import Inputs, Mapped
 from .mutable import Mutable, note_axis
 from .roots import Values
-from .transform import wrap
+from .transform import receiver, wrap
 
 
 class _Vmap(AbstractMap):
