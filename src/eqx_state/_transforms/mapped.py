@@ -5,6 +5,7 @@ lanes do not simply share. The rest of a transform does not need to know where a
 or its axis came from.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -33,8 +34,12 @@ from .roots import by_entry, Values
 from .transform import is_bound_method, Transform
 
 
-class Row(NamedTuple):
-    """An array that JAX's transform gets: its value, its axis, and its slot, if any."""
+@dataclasses.dataclass(eq=False)
+class Row:
+    """An array that JAX's transform gets: its value, its axis, and its slot, if any.
+
+    A leaf to JAX, so trees of rows are like those of the arrays.
+    """
 
     value: Any
     axis: Any
@@ -105,10 +110,10 @@ class Mapped:
                 if axis is not None
             },
         )
-        mapped = _map(lambda row: None if row.axis is None else row, rows)
-        self.rows, treedef = jtu.tree_flatten(mapped, is_leaf=_is_row)
+        mapped, others = eqx.partition(rows, lambda row: row.axis is not None)
+        self.rows, treedef = jtu.tree_flatten(mapped)
         self.tree: Callable[[Iterable[Any]], Inputs] = treedef.unflatten
-        self.rest = Rest(_map(lambda x: x.value if x.axis is None else None, rows))
+        self.rest = Rest(jtu.tree_map(lambda row: row.value, others))
         # For each split key, the key that its module stores if a lane used it.
         self.advanced: Values = {}
         self.is_split = [row.axis is SPLIT for row in self.rows]
@@ -128,7 +133,7 @@ class Mapped:
         """The name of an array, for errors."""
         if row.slot is not None:
             return self.lifted.name(row.slot)
-        paths, _ = jtu.tree_flatten_with_path(self.tree(self.rows), is_leaf=_is_row)
+        paths, _ = jtu.tree_flatten_with_path(self.tree(self.rows))
         return next(name_of(path) for path, x in paths if x is row)
 
     def split_keys(
@@ -255,14 +260,6 @@ class Mapped:
 def _tree_of(rows: Iterable[Row], like: Any) -> Any:
     """The rows as a tree like this one, in which owned modules count as leaves."""
     return jtu.tree_structure(like, is_leaf=is_owned).unflatten(rows)
-
-
-def _map(f: Callable[[Row], Any], rows: Inputs) -> Inputs:
-    return jtu.tree_map(f, rows, is_leaf=_is_row)
-
-
-def _is_row(x: Any) -> bool:
-    return isinstance(x, Row)
 
 
 def _opened(f: Any) -> Any:

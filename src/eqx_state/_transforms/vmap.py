@@ -45,7 +45,7 @@ class _Vmap(AbstractMap):
         size = _size(call, self.axis_size)
         # On a mesh with explicit axes, the shardings of all mapped axes must be equal.
         # The user cannot shard the new keys, so we do.
-        arrays = [(x, axis) for x, axis, _ in call.rows if axis is not SPLIT]
+        arrays = [(x.value, x.axis) for x in call.rows if x.axis is not SPLIT]
         call.split_keys(
             size, lambda keys, axis: (spread_like(arrays, keys, axis), axis)
         )
@@ -80,7 +80,7 @@ def _size(call: Mapped, axis_size: int | None) -> int:
     """The number of lanes; `ValueError` if an array does not have its axis."""
     sizes = [] if axis_size is None else [axis_size]
     for row in call.rows:
-        x, axis, _ = row
+        x, axis = row.value, row.axis
         if axis is not SPLIT:
             if not isinstance(axis, int) or not -jnp.ndim(x) <= axis < jnp.ndim(x):
                 message = _NO_AXIS.format(call.name(row), jnp.shape(x), axis)
