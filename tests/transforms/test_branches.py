@@ -144,35 +144,6 @@ def test_a_branch_returns_a_module_that_may_be_assigned(choose):
     check(f, Net(), choose)
 
 
-def test_one_function_as_several_branches_is_traced_once():
-    class Net(es.Module):
-        calls: es.State = 0
-
-        def method(self, x):
-            traced.append("method")
-            self.calls = self.calls + 1
-            return x
-
-        def choose(self, i, x):
-            return es.switch(i, [self.method, double, self.method, double], x)
-
-        def either(self, x):
-            return es.cond(x > 0, self.method, self.method, x)
-
-    def double(x):
-        traced.append("double")
-        return 2 * x
-
-    traced: list[str] = []
-    y, new = es.mutable(Net().choose)(3, 1.0)
-    assert (y, new.calls, sorted(traced)) == (2.0, 0, ["double", "method"])
-    y, new = es.mutable(Net().choose)(2, 1.0)
-    assert (y, new.calls) == (1.0, 1)
-    traced.clear()
-    assert es.mutable(Net().either)(1.0)[1].calls == 1
-    assert traced == ["method"]
-
-
 # --- While a model is initialized ---------------------------------------------------
 
 

@@ -21,7 +21,6 @@ from .creation import create_fields, lift_with_fields
 from .cut import cut
 from .lift import Ran
 from .reach import check_given
-from .transform import is_bound_method
 
 
 def _select(
@@ -65,20 +64,13 @@ def _select(
 
         return run
 
-    # In `es.switch(i, [f, f, g])`, JAX recognizes `f` by its identity, and traces it
-    # once. Wrap it only once, too.
-    distinct = {_identity(f): branch(f) for f in branches}
-    for run in distinct.values() if is_manual else ():
+    runs = [*map(branch, branches)]
+    for run in runs if is_manual else ():
         jax.eval_shape(run, arrays)  # fills `varying` for all branches
-    ran: Ran = select([distinct[_identity(f)] for f in branches], arrays)
+    ran: Ran = select(runs, arrays)
     written = {slot: x for slot, x in ran.written.items() if slot in traces.written}
     lifted.commit(ran._replace(written=written))
     return traces.static.join(ran.out)
-
-
-def _identity(f: Any) -> Any:
-    """The identity of a function; a bound method is a new object at each access."""
-    return (id(f.__func__), id(f.__self__)) if is_bound_method(f) else id(f)
 
 
 class _Traces:

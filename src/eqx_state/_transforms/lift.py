@@ -202,9 +202,8 @@ class Lifted:
         `returned`: the slots of copies that the transform returns in any case.
 
         JAX decides how often it traces a function: a loop traces its body twice if weak
-        types in the carry have to settle, and a function that is passed as two branches
-        is traced once. A trace therefore leaves no tracers and no writes in the
-        modules; `commit` writes once.
+        types in the carry have to settle. A trace therefore leaves no tracers and no
+        writes in the modules; `commit` writes once.
         """
         inner = {id(scope): scope.inner() for scope in self.scopes}
         with contextlib.ExitStack() as stack:
