@@ -487,6 +487,20 @@ def test_the_condition_of_a_while_loop_may_create_fields(is_carried):
     assert model(1.0) >= 4.0
 
 
+def test_a_loop_that_does_not_reach_the_model_is_only_traced():
+    def f(model, x):
+        def body(i, x):
+            is_traced.append(isinstance(x, jax.core.Tracer))
+            return x
+
+        return es.fori_loop(0, 2, body, x)
+
+    is_traced: list[bool] = []
+    Dense(2).init(0, jnp.ones(3), call=f)
+    assert is_traced
+    assert all(is_traced)
+
+
 def test_a_scan_over_something_without_an_axis():
     def forward(model, xs):
         return es.scan(lambda c, x: (c, model(x)), 0, xs)

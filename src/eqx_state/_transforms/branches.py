@@ -17,9 +17,9 @@ from .._errors import show
 from .._state.scope import Sown
 from .._tree.compare import difference, is_hole, structure_with_holes
 from .._typing import R
-from .creation import create_fields, lift_with_fields
+from .creation import create_fields
 from .cut import cut
-from .lift import Ran
+from .lift import Lifted, Ran
 from .reach import check_given
 
 
@@ -36,11 +36,9 @@ def _select(
             raise TypeError(_CALLED.format(caller, show(f)))
     check_given(*branches, *operands)
 
-    def create() -> None:
-        for f in branches:  # a later call may choose any of them
-            create_fields(f, *operands)
-
-    lifted = lift_with_fields(branches, operands, create=create)
+    for f in branches:  # a later call may choose any of them
+        create_fields(f, *operands)
+    lifted = Lifted(branches, operands)
     arrays, rest = cut(lifted.arguments)
     traces = _Traces(caller)
     # In a `shard_map`: the mesh axes along which a state varies after some branch, and

@@ -21,9 +21,8 @@ from .._state.codecs import snapshot
 from .._state.marks import marked
 from .._state.scope import is_owned
 from .._tree.compare import check_not_repeated, difference, identical
-from .creation import lift_with_fields
 from .cut import cut
-from .lift import Ran
+from .lift import Lifted, Ran
 from .reach import check_given
 from .roots import by_entry, owned_copy, Values
 
@@ -59,21 +58,13 @@ class Loop:
         outside of owned modules count as changed from the start.
     """
 
-    def __init__(
-        self,
-        functions: tuple[Any, ...],
-        init: Any,
-        xs: Any = None,
-        *,
-        create: Callable[[], None],
-    ):
-        """`create` is that of `lift_with_fields`: it runs one step."""
+    def __init__(self, functions: tuple[Any, ...], init: Any, xs: Any = None):
         check_not_repeated(init)
         check_given(*functions, init, xs)
         # A carry is a value: a module at two places is two modules in the next step.
         places = [*range(jtu.tree_structure(init).num_leaves)]
         treatments = [*places, *(None for _ in jtu.tree_leaves(xs))]
-        self.lifted = lift_with_fields(functions, (init, xs), treatments, create=create)
+        self.lifted = Lifted(functions, (init, xs), treatments)
         self.init, self.xs = self.lifted.arguments
         self.first = snapshot(self.init)  # no scope owns it, so its leaves are visible
         self.before = jtu.tree_leaves(self.first)

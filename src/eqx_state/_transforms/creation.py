@@ -2,9 +2,9 @@
 
 JAX fixes the structure of a loop or a branch in advance. These transforms therefore
 first call their function without a trace, which creates all missing fields
-(`lift_with_fields`). In other transforms, `init` creates concrete arrays, which need
-not leave the trace as outputs: `Lifted.commit` puts them into the modules. Such an
-array cannot be a part of a stack, so `es.vmap` and `es.scan` look at `created_arrays`.
+(`create_fields`). In other transforms, `init` creates concrete arrays, which need not
+leave the trace as outputs: `Lifted.commit` puts them into the modules. Such an array
+cannot be a part of a stack, so `es.vmap` and `es.scan` look at `created_arrays`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,35 +12,23 @@ from typing import Any
 
 import jax.tree_util as jtu
 
+from .._state.scope import scopes_open_here
 from .._tree.base import BaseModule
 from .._tree.walk import is_array
 from .lift import Lifted
 from .roots import Values
 
 
-def lift_with_fields(
-    functions: Any,
-    arguments: Any,
-    treatments: Sequence[Any] = (),
-    *,
-    create: Callable[[], None],
-) -> Lifted:
-    """`Lifted(...)`, for a transform whose structure JAX fixes in advance.
-
-    While `init` runs, `create` runs the function without a trace before, to create all
-    missing fields.
-    """
-    lifted = Lifted(functions, arguments, treatments)
-    if lifted.is_initializing:
-        create()
-        lifted = Lifted(functions, arguments, treatments)
-    return lifted
+def is_init_running() -> bool:
+    """Whether `init` runs in this thread, perhaps on other modules."""
+    return any(scope.is_initializing for scope in scopes_open_here())
 
 
 def create_fields(f: Callable[..., Any], *args: Any) -> None:
-    """Call `f` outside a trace, for `lift_with_fields`."""
-    # By reference: the call initializes the originals.
-    run_once(Lifted((f, args)), {}, f, args)
+    """While `init` runs, call `f` outside a trace, which creates its missing fields."""
+    if is_init_running():
+        # By reference: the call initializes the originals.
+        run_once(Lifted((f, args)), {}, f, args)
 
 
 def run_once(
@@ -50,8 +38,9 @@ def run_once(
 
     Its writes are dropped, because the transform runs the function again.
     """
-    ran = lifted.run({**lifted.values, **values}, f, args)
-    lifted.commit(ran._replace(written={}))
+    if lifted.is_initializing:
+        ran = lifted.run({**lifted.values, **values}, f, args)
+        lifted.commit(ran._replace(written={}))
 
 
 def created_arrays(lifted: Lifted) -> Iterator[tuple[BaseModule, str, list[Any]]]:

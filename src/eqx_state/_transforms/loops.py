@@ -1,6 +1,5 @@
 """`es.scan`, `es.while_loop`, `es.fori_loop`: state carried from step to step."""
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -17,7 +16,7 @@ from .._tree.base import keystr
 from .._tree.keys import is_typed
 from .._tree.walk import is_array
 from .carry import Loop, Step
-from .creation import create_fields, created_arrays, run_once
+from .creation import create_fields, created_arrays, is_init_running, run_once
 from .cut import cut
 from .lift import Lifted
 
@@ -93,8 +92,9 @@ def scan(
         assert n == 3 and new.total == 6.0 and totals.tolist() == [1.0, 3.0, 6.0]
         ```
     """
-    create = ft.partial(_create_fields, f, init, xs, -1 if reverse else 0)
-    loop = Loop((f,), init, xs, create=create)
+    if is_init_running():
+        _create_fields(f, init, xs, -1 if reverse else 0)
+    loop = Loop((f,), init, xs)
     arrays, others = cut(loop.xs)
     each = arrays, loop.slices
     for (where, *below), x in jtu.tree_leaves_with_path(each):
@@ -244,11 +244,9 @@ def while_loop(
         if manual_axes():  # neither Equinox's loop nor `eqx.error_if` works there
             raise NotImplementedError(_ON_DEVICES.format(max_steps))
 
-    def create() -> None:
-        for f in (cond_fun, body_fun):
-            create_fields(f, init_val)
-
-    loop = Loop((cond_fun, body_fun), init_val, create=create)
+    create_fields(cond_fun, init_val)
+    create_fields(body_fun, init_val)
+    loop = Loop((cond_fun, body_fun), init_val)
 
     def go_on(carry: Any) -> Any:
         given, values = loop.enter(carry)
@@ -334,8 +332,8 @@ def fori_loop(
         assert key != new.key and new.key != stream.key
         ```
     """
-    create = ft.partial(create_fields, body_fun, lower, init_val)
-    loop = Loop((body_fun,), init_val, create=create)
+    create_fields(body_fun, lower, init_val)
+    loop = Loop((body_fun,), init_val)
 
     def body(i: Any, carry: Any) -> Any:
         return _only_carry(loop.step(carry, body_fun, before=(i,)))
