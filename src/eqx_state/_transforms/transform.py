@@ -148,27 +148,29 @@ class Layer(NamedTuple):
 
     - `inner`: the callable inside.
     - `args`, `keywords`: the arguments that this layer binds.
-    - `around`: puts the same layer around a different callable.
     """
 
     inner: Any
     args: tuple[Any, ...]
     keywords: dict[str, Any]
-    around: Callable[[Any], Any]
 
 
 def layer_of(f: Any) -> Layer | None:
     """The outermost layer of a callable; `None` for a plain function or a model."""
     if isinstance(f, Transform):
-        return Layer(f.f, (), {}, f.of)
+        return Layer(f.f, (), {})
     if isinstance(f, PARTIALS):
-        new = type(f)
-        around = lambda inner: new(inner, *f.args, **f.keywords)  # noqa: E731
-        return Layer(f.func, f.args, f.keywords, around)
+        return Layer(f.func, f.args, f.keywords)
     if is_bound_method(f):
-        bind = lambda inner: types.MethodType(inner, f.__self__)  # noqa: E731
-        return Layer(f.__func__, (f.__self__,), {}, bind)
+        return Layer(f.__func__, (f.__self__,), {})
     return None
+
+
+def with_inner(f: Any, inner: Any) -> Any:
+    """The same transform or partial, of a different callable."""
+    if isinstance(f, Transform):
+        return f.of(inner)
+    return type(f)(inner, *f.args, **f.keywords)
 
 
 def with_origin_as_leaf(f: Any, origin: Any) -> Any:
@@ -215,7 +217,7 @@ def receiver(f: Any) -> Receiver | None:
     if (layer := layer_of(f)) is not None:
         if (inner := receiver(layer.inner)) is None:
             return None
-        return Receiver(inner.model, lambda model: layer.around(inner.bind(model)))
+        return Receiver(inner.model, lambda model: with_inner(f, inner.bind(model)))
     if is_eqx_module(f):
         # `eqx.filter_jit(f)` is a module, too; the model of a function is an argument.
         wrapped = getattr(f, "__wrapped__", None)
