@@ -14,7 +14,6 @@ import jax.tree_util as jtu
 
 from .._state.init import created_error
 from .._state.scope import is_owned
-from .._tree.base import is_module
 from .._tree.dtypes import is_traceable
 from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
 from .._tree.walk import leaves, name_of
@@ -228,12 +227,9 @@ class Mapped:
         `general`, with the code that reduces a field over the axes that are `shown`.
         """
         for slot in slots:
-            visit, root, *_ = self.lifted.leaves[slot]
-            for at in reversed(root.traversal.visits):  # the innermost first
-                is_inside = visit.path[: len(at.path)] == at.path
-                if is_inside and is_module(at.node):
-                    if said := at.node._eqx_state_not_reduced(axis_name):
-                        return said
+            module = self.lifted.leaves[slot].field.module
+            if said := module._eqx_state_not_reduced(axis_name):
+                return said
         field = self.lifted.name(slots[0]).rpartition(".")[2].partition("[")[0]
         return general.format(_REDUCE.format(field or "mean", shown), shown)
 
