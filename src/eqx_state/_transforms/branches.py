@@ -35,7 +35,6 @@ def _select(
         if not callable(f):
             raise TypeError(_CALLED.format(caller, show(f)))
     check_given(*branches, *operands)
-
     for f in branches:  # a later call may choose any of them
         create_fields(f, *operands)
     lifted = Lifted(branches, operands)

@@ -11,7 +11,7 @@ module, and the loop returns a new module for the caller to assign.
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.tree_util as jtu
@@ -25,17 +25,6 @@ from .cut import cut
 from .lift import Lifted, Ran
 from .reach import check_given
 from .roots import by_entry, owned_copy, Values
-
-
-class Step(NamedTuple):
-    """The result of tracing one step.
-
-    `carry` contains the arrays of the new carry, and the new state. `ran.out` is the
-    output of the step besides the carry.
-    """
-
-    carry: tuple[Any, Values]
-    ran: Ran
 
 
 class Loop:
@@ -136,10 +125,11 @@ class Loop:
         after: tuple[Any, ...] = (),
         slices: Values | None = None,
         unpack: Callable[[Any], tuple[Any, Any]] = lambda out: (out, None),
-    ) -> Step:
+    ) -> tuple[tuple[Any, Values], Ran]:
         """Run one step: `f`, with the carry between the arguments `before` and `after`.
 
-        `unpack` splits the output of `f` into the carry and a rest.
+        `unpack` splits the output of `f` into the carry and a rest. Returns the arrays
+        of the new carry with the new state, and what else leaves the step.
         """
         given, values = self.enter(carry, slices)
         args = *before, given, *after
@@ -151,7 +141,7 @@ class Loop:
             raise TypeError(_STATIC.format(name or "the carry"))
         state = {slot: ran.written.get(slot, values[slot]) for slot in self.state}
         self.written.update(ran.written)
-        return Step((arrays, state), ran._replace(out=rest))
+        return (arrays, state), ran._replace(out=rest)
 
     def _check_returned(self, values: Values, carry: Any, written: Values) -> None:
         """Check that the new carry contains the writes to modules in the carry."""

@@ -15,10 +15,10 @@ from .._state.init import created_error
 from .._tree.base import keystr
 from .._tree.keys import is_typed
 from .._tree.walk import is_array
-from .carry import Loop, Step
+from .carry import Loop
 from .creation import create_fields, created_arrays, is_init_running, run_once
 from .cut import cut
-from .lift import Lifted
+from .lift import Lifted, Ran
 
 
 _C = TypeVar("_C")
@@ -257,7 +257,7 @@ def while_loop(
         return out
 
     def body(carry: Any) -> Any:
-        arrays, state = _only_carry(loop.step(carry, body_fun))
+        arrays, state = _only_carry(*loop.step(carry, body_fun))
         return arrays, loop.varied(state, lambda: go_on(carry))
 
     final = run_while(go_on, body, loop.first_carry(body), max_steps)
@@ -277,10 +277,10 @@ def _error_if(tree: Any, failed: Any, message: str) -> Any:
     return jtu.tree_map(wrap, checked, tree)
 
 
-def _only_carry(step: Step) -> Any:
+def _only_carry(carry: Any, ran: Ran) -> Any:
     """The carry of a step, in a loop that cannot return anything else."""
-    step.ran.without_sown(_SOWN)
-    return step.carry
+    ran.without_sown(_SOWN)
+    return carry
 
 
 @boundary
@@ -336,7 +336,7 @@ def fori_loop(
     loop = Loop((body_fun,), init_val)
 
     def body(i: Any, carry: Any) -> Any:
-        return _only_carry(loop.step(carry, body_fun, before=(i,)))
+        return _only_carry(*loop.step(carry, body_fun, before=(i,)))
 
     carry = loop.first_carry(lambda carry: body(lower, carry))
     final = jax.lax.fori_loop(lower, upper, body, carry, unroll=unroll)
