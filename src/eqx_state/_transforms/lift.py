@@ -36,7 +36,7 @@ from .._state.sow import carried_out
 from .._state.write import trace_message
 from .._tree.base import is_module, ownership_of, set_ownership
 from .._tree.compare import same
-from .._tree.walk import all_modules, Visit
+from .._tree.walk import all_modules
 from .clashes import check_not_covered, check_written_once
 from .entries import check_unchanged, contents_in
 from .reach import models_in, owned_in
@@ -113,21 +113,19 @@ class Lifted:
         self.created: list[tuple[InitScope, Created]] = []
         self.reached = reached
         self.roots = roots_among(reached, self.copies)
-        self.fields: list[Field] = []
+        self.fields = [x for root in self.roots for x in fields_in(root, self.copies)]
         at: dict[int, tuple[Field, int]] = {}
-        for root in self.roots:
-            for field in fields_in(root, self.copies):
-                self.fields.append(field)
-                for number, x in enumerate(field.items):
-                    if type(x) is int:  # else an owned module
-                        at[x] = field, number
-        self.leaves = [
-            Leaf(visit, root, *at[slot])
+        for field in self.fields:
+            for number, x in enumerate(field.items):
+                if type(x) is int:  # else an owned module
+                    at[x] = field, number
+        visits = [
+            (visit, root)
             for root in self.roots
-            for slot, visit in zip(
-                root.slots, filter(_is_leaf, root.traversal.visits), strict=True
-            )
+            for visit in root.traversal.visits
+            if visit.is_leaf
         ]
+        self.leaves = [Leaf(*pair, *at[slot]) for slot, pair in enumerate(visits)]
         self.values: Values = {k: leaf.visit.node for k, leaf in enumerate(self.leaves)}
 
     @ft.cached_property
@@ -330,10 +328,6 @@ class Lifted:
             )
         for kept, key, values in sown:
             kept.setdefault(key, []).extend(values)
-
-
-def _is_leaf(visit: Visit) -> bool:
-    return visit.is_leaf
 
 
 _NOT_AN_ARRAY: Final = """`{0}` was changed from `{1}` to `{2}` inside a transform. \
