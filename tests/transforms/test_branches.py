@@ -8,7 +8,7 @@ import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from helpers import close
+from helpers import close, reuses_keys
 from models import Lazy
 
 import eqx_state as es
@@ -28,6 +28,10 @@ class Net(es.Module):
     b: Cell = dataclasses.field(default_factory=lambda: Cell(-1.5, 1.0))
     steps: es.State = 0
     rng: es.Rng = dataclasses.field(default_factory=lambda: jr.key(0))
+
+    def draw(self, x):
+        self.rng, key = jr.split(self.rng)
+        return x + jr.normal(key)
 
 
 def by_hand(i, branches, *operands):
@@ -164,3 +168,46 @@ def test_the_branches_of_a_switch_are_one_list():
         es.switch(0, jnp.sin, jnp.cos, 1.0)
     branches = eqx.nn.Sequential([eqx.nn.Lambda(jnp.sin), eqx.nn.Lambda(jnp.cos)])
     assert es.switch(1, branches, 0.0) == 1  # can be called, and is a sequence
+
+
+def twice(net, x):
+    return es.scan(lambda x, _: (net.draw(x), None), x, length=2)[0]
+
+
+# Functions of a lane that do not draw, although some trace does.
+NOT_TAKEN = {
+    "cond": lambda net, x: es.cond(False, net.draw, lambda x: x, x),
+    "switch": lambda net, x: es.switch(0, [lambda x: x, net.draw], x),
+    "while_loop": lambda net, x: es.while_loop(lambda x: False, net.draw, x),
+    "fori_loop": lambda net, x: es.fori_loop(0, 0, lambda i, x: net.draw(x), x),
+    "a scan": lambda net, x: es.cond(False, lambda: twice(net, x), lambda: x),
+    "a gradient": lambda net, x: es.vjp(
+        lambda x: es.cond(False, net.draw, lambda x: x, x), x
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", NOT_TAKEN)
+@reuses_keys
+def test_the_key_of_a_lane_does_not_depend_on_disable_jit(name):
+    def run(net):
+        return es.vmap(lambda x: NOT_TAKEN[name](net, x))(jnp.zeros(3))
+
+    net = Net()
+    ys, new = es.mutable(run)(net)
+    with jax.disable_jit():
+        ys_eager, eager = es.mutable(run)(net)
+    assert new.rng == eager.rng != net.rng
+    assert (ys == ys_eager).all()
+
+
+def test_with_disable_jit_a_branch_may_need_values():
+    def run(net):
+        def branch(x):
+            return net.draw(x) if float(net.steps) == 0 else x
+
+        return es.vmap(lambda x: es.cond(True, branch, lambda x: x, x))(jnp.zeros(3))
+
+    with jax.disable_jit():
+        ys, _ = es.mutable(run)(Net())
+    assert len(set(ys.tolist())) == 3

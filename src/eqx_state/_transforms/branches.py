@@ -62,8 +62,11 @@ def _select(
         return run
 
     runs = [*map(branch, branches)]
-    for run in runs if is_manual else ():
-        jax.eval_shape(run, arrays)  # fills `varying` for all branches
+    for run in runs:
+        if is_manual:
+            jax.eval_shape(run, arrays)  # fills `varying` for all branches
+        else:
+            lifted.probe(run, arrays)
     ran: Ran = select(runs, arrays)
     written = {slot: x for slot, x in ran.written.items() if slot in traces.written}
     lifted.commit(ran._replace(written=written))

@@ -93,6 +93,7 @@ class Loop:
         def record_axes(carry: Any) -> None:
             axes_of[:] = map(varying_axes, jtu.tree_leaves(step(carry)))
 
+        self.lifted.probe(step, carry)
         while manual_axes():
             jax.eval_shape(record_axes, carry)
             old, treedef = jtu.tree_flatten(carry)

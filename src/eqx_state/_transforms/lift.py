@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._errors import NotInitializedError, show, TraceError
@@ -289,6 +290,18 @@ class Lifted:
                 written[slot] = x
         return written
 
+    def probe(self, f: Callable[..., Any], *args: Any) -> None:
+        """Trace a branch or a step that JAX may never run, to see what it writes.
+
+        Under `jax.disable_jit`, JAX runs only the branch that is taken, and as many
+        steps as there are. But a key of a lane of `es.vmap` advances if some branch
+        draws from it, so that the numbers do not depend on this option.
+        """
+        is_in_lane = any(isinstance(x, jax.core.Tracer) for x in self.writable.values())
+        if jax.config.jax_disable_jit and is_in_lane:
+            with contextlib.suppress(Exception):  # `f` may need values
+                jax.eval_shape(f, *args)
+
     # --- Commit -----------------------------------------------------------------------
 
     def commit_written(self, written: Values) -> None:
@@ -316,6 +329,10 @@ class Lifted:
         by_field: dict[Field, Values] = {}
         for slot, x in ran.written.items():
             _, root, field, _ = self.leaves[slot]
+            if x is self.values[slot]:
+                # Under `jax.disable_jit`, JAX has not run the branch that writes it. A
+                # transform around this one finds writes by identity.
+                x = jnp.copy(x)
             by_field.setdefault(field, {})[slot] = x
             module = field.outside
             root.ownership.scope.written[id(module)] = module, self.name(slot)

@@ -154,8 +154,8 @@ def vmap(
         over. By default `es.Rng` is `es.SPLIT`, as are typed keys in other state, and
         everything else is `None`, shared by all lanes. With `es.SPLIT` each lane gets
         its own key, and the model's key advances once if a lane draws from it, or if
-        some branch of an `es.cond` or `es.switch` does (under `jax.disable_jit`, the
-        branch that runs). If all lanes assign the same key, that key is stored.
+        some branch of an `es.cond` or `es.switch` does. If all lanes assign the same
+        key, that key is stored.
         `axes={...: 0}` runs an ensemble.
 
     **Returns:**
