@@ -35,7 +35,7 @@ import jax.core
 import jax.numpy as jnp
 import jaxtyping
 from jax._src.traceback_util import api_boundary, register_exclusion
-from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import Jaxpr as Jaxpr, Literal as Literal
 
 
 try:

@@ -44,34 +44,65 @@ def test_a_different_entry_of_a_dict_in_each_lane(net):
 
 
 class Tally(es.Module):
+    n: es.State = 0
     total: es.State = 0.0
     rng: es.Rng = dataclasses.field(default_factory=lambda: jr.key(0))
+
+    def draw(self):
+        self.rng, key = jr.split(self.rng)
+        return jr.normal(key)
+
+
+def counts(tally, x):
+    tally.n = tally.n + jnp.sum(x > 0)
 
 
 def adds(tally, x):
     tally.total = tally.total + jnp.sum(x)
 
 
+def replaces(tally, x):
+    tally.total = jnp.sum(x)
+
+
 def draws(tally, x):
-    tally.rng, key = jr.split(tally.rng)
-    tally.total = jr.normal(key)
+    tally.total = tally.draw()
 
 
-SUM = "`self.total = self.total + jax.lax.psum(increment, {})`; a running average"
+def draws_beside_data(tally, x):
+    tally.total = tally.draw() + jnp.sum(x)
 
 
-@pytest.mark.parametrize("f", [adds, draws])
-def test_a_different_state_in_each_lane(f):
-    with fails(ValueError, SUM.format('"batch"'), "`es.vmap(f, axes={es.Rng: None})`"):
+def runs_once(tally, x, calls=[]):  # noqa: B006
+    calls.append(x)
+    assert len(calls) == 1  # as a program that reads a file may do
+    tally.total = tally.total + jnp.sum(x)
+
+
+SUM = "`self.total = self.total + jax.lax.psum(increment, {})`; in a running average"
+MEAN = "`self.total = jax.lax.pmean(total, {})`, or `pmax`, `psum`"
+ADVICE = [
+    (counts, "`self.n = self.n + jax.lax.psum(increment, {})`; or give"),
+    (adds, SUM),
+    (replaces, MEAN),
+    (draws, "`es.vmap(f, axes={{es.Rng: None}})`; or give every lane"),
+    (draws_beside_data, MEAN),
+    (runs_once, MEAN),
+]
+
+
+@pytest.mark.parametrize(("f", "advice"), ADVICE)
+def test_a_different_state_in_each_lane(f, advice):
+    with fails(ValueError, advice.format('"batch"')):
         es.mutable(es.vmap(f, (None, 0)))(Tally(), XS)
 
 
-@pytest.mark.parametrize("f", [adds, draws])
-def test_a_different_state_on_each_device(f):
+@pytest.mark.parametrize(("f", "advice"), ADVICE[:-1])
+def test_a_different_state_on_each_device(f, advice):
     mesh = Mesh(jax.devices()[:2], "data")
     run = es.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
-    shares, own = "`axes={es.Rng: P()}`", '`axes={es.State: P("data")}`'
-    with fails(ValueError, SUM.format('"data"'), shares, own):
+    advice = "axes={{es.Rng: P()}}`; or give every device" if f is draws else advice
+    with fails(ValueError, advice.format('"data"')):
         es.mutable(run)(Tally(), jnp.arange(4.0))
 
 

@@ -6,7 +6,7 @@ or its axis came from.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -17,6 +17,7 @@ from .._state.scope import is_owned
 from .._tree.dtypes import is_traceable
 from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
 from .._tree.walk import leaves, name_of
+from .advice import Cause, sources
 from .axes import (
     AbstractMap,
     ArgumentAxes,
@@ -163,7 +164,7 @@ class Mapped:
         self,
         inputs: Inputs,
         differs: Callable[[Any, Any], bool],
-        not_reduced: Callable[[Values], str],
+        not_reduced: Callable[[Values, Cause], str],
     ) -> tuple[Ran, Rest]:
         """Call the function in a lane, with the values of this lane.
 
@@ -172,12 +173,9 @@ class Mapped:
 
         `differs(x, axis)` says whether the lanes may have different values although
         `axis` allows only one. For a split key this means that the lanes drew from it.
-        For any other state it is an error, with the text `not_reduced(states)`.
+        For any other state it is an error, with the text `not_reduced(states, cause)`.
         """
-        inputs = self.rest.join(inputs)
-        own = {key.slot: x for key, x in inputs.modules.items()}
-        values = {**self.lifted.values, **own}
-        ran = self.lifted.run(values, inputs.f, inputs.args, inputs.kwargs)
+        ran = self._called(inputs)
         groups: list[Values] = [{} for _ in self.groups]
         used, unreduced = [], {}
         for slot, x in ran.written.items():
@@ -189,10 +187,34 @@ class Mapped:
             else:
                 unreduced[slot] = x
         if unreduced:
-            raise ValueError(not_reduced(unreduced))
+            raise ValueError(not_reduced(unreduced, self._cause(inputs, unreduced)))
         self._check_returned(ran.out, differs)
         out, rest = cut(ran.out)
         return ran._replace(out=out, written=groups), Rest((rest, frozenset(used)))
+
+    def _called(self, arrays: Inputs, state: Mapping[int, Any] = {}) -> Ran:
+        """The result of a lane, with other values of the shared state if given."""
+        inputs = self.rest.join(arrays)
+        own = {key.slot: x for key, x in inputs.modules.items()}
+        values = {**self.lifted.values, **own, **state}
+        return self.lifted.run(values, inputs.f, inputs.args, inputs.kwargs)
+
+    def _cause(self, inputs: Inputs, unreduced: Values) -> Cause:
+        """Why the lanes wrote different values to the first of these states."""
+        slot, x = next(iter(unreduced.items()))
+        now = {key.slot: x for key, x in inputs.modules.items()}
+        old = {slot: now.get(slot, self.lifted.values[slot])}
+        again = lambda *args: self._called(*args).written[slot]  # noqa: E731
+        *used, is_read = sources(again, inputs, old)
+        is_key_of_lane = [
+            is_split
+            for row, is_split, is_used in zip(
+                self.rows, self.is_split, used, strict=True
+            )
+            if is_used and self.transform.is_axis(row.axis)
+        ]
+        is_drawn = bool(is_key_of_lane) and all(is_key_of_lane)
+        return Cause(self.lifted.name(slot), x, is_read, is_drawn)
 
     def _check_returned(self, out: Any, differs: Callable[[Any, Any], bool]) -> None:
         """Raise `ValueError` for a module that is one output, but has several keys."""
@@ -218,20 +240,13 @@ class Mapped:
         self._check_not_created()
         return rest_of_out.join(ran.out)
 
-    def advice(
-        self, slots: Sequence[int], axis_name: Any, general: str, shown: str
-    ) -> str:
-        """What to write instead of states that differ between the lanes.
-
-        The layer of the library that contains one of them may know it. Otherwise
-        `general`, with the code that reduces a field over the axes that are `shown`.
-        """
+    def advice(self, slots: Iterable[int], axis_name: Any) -> str:
+        """The advice of the layer of the library that contains one of these states."""
         for slot in slots:
             module = self.lifted.leaves[slot].field.module
             if said := module._eqx_state_not_reduced(axis_name):
                 return said
-        field = self.lifted.name(slots[0]).rpartition(".")[2].partition("[")[0]
-        return general.format(_REDUCE.format(field or "mean", shown), shown)
+        return ""
 
     def _check_not_created(self) -> None:
         """Raise `ValueError` if each lane has its own value of an array that `init` has
@@ -276,7 +291,3 @@ keys. Or let all draw the same numbers, by rules as the entry of the module: \
 
 _NOT_A_KEY: Final = """`{0}`: `es.SPLIT` is the axis of `{1}`, which is not a PRNG \
 key. Only keys can be split: map an array over an axis, or share it with `None`."""
-
-_REDUCE: Final = """`self.{0} = jax.lax.pmean({0}, {1})`, or `pmax`, `psum`; a sum \
-over all calls: `self.{0} = self.{0} + jax.lax.psum(increment, {1})`; a running \
-average: `self.{0} = 0.9 * self.{0} + 0.1 * jax.lax.pmean(x, {1})`"""

@@ -20,6 +20,7 @@ from .._compat import Infer, varying_axes
 from .._tree.keys import num_key_axes
 from .._tree.rules import check_rules
 from .._typing import P, R
+from .advice import Cause
 from .axes import AbstractMap
 from .lift import Ran
 from .mapped import Inputs, Mapped
@@ -69,7 +70,7 @@ class _ShardMap(AbstractMap):
                 return spec is _BY_DEFAULT
             return bool(unmapped(x, spec))
 
-        def not_reduced(states: Values) -> str:
+        def not_reduced(states: Values, cause: Cause) -> str:
             listed = "`, `".join(map(call.lifted.name, states))
             if not self.check_vma:
                 return _UNCHECKED.format(listed)
@@ -78,7 +79,9 @@ class _ShardMap(AbstractMap):
             missing = tuple(n for n in names if n in over)
             shown = ", ".join(f'"{n}"' for n in missing)
             axes = shown if len(missing) == 1 else f"({shown})"
-            advice = call.advice([*states], missing, _ADVICE, axes)
+            default = _DRAWN if cause.is_drawn else _REDUCE
+            default = default.format(cause.reduction(axes)) + _OWN_VALUES.format(axes)
+            advice = call.advice(states, missing) or default
             return _NOT_REDUCED.format(listed, axes) + advice
 
         def device(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
@@ -116,11 +119,15 @@ def _own_key(x: Any, is_split: bool) -> Any:
 _NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to `{0}`, \
 but all devices share one value, so only one could be stored. It differs along {1}. """
 
-_ADVICE: Final = """Reduce it over this part of the mesh: {0}. If it comes from \
-a key, of which each device has its own, let all devices draw the same: \
-`axes={{es.Rng: P()}}`. Or give every device its own part, with a spec for the \
-kind: `axes={{es.State: P({1})}}`, with `es.Rng: es.SPLIT` if the model has keys. \
-For a module among the arguments, these mappings are its entry of `in_specs`."""
+_REDUCE: Final = """Reduce it over this part of the mesh: {}; or give every device \
+its own part, """
+
+_DRAWN: Final = """It comes from a key, and each device has its own. Let all devices \
+draw the same, `axes={{es.Rng: P()}}`; or give every device its own part, """
+
+_OWN_VALUES: Final = """with a spec for the kind: `axes={{es.State: P({})}}`, with \
+`es.Rng: es.SPLIT` if the model has keys. For a module among the arguments, this \
+mapping is its entry of `in_specs`."""
 
 _UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote `{0}`, \
 which is replicated. With the check off, JAX cannot verify that all devices wrote the \

@@ -25,6 +25,7 @@ from .._tree.keys import is_key
 from .._tree.rules import check_rules
 from .._tree.walk import is_array
 from .._typing import P, R
+from .advice import Cause
 from .axes import AbstractMap, SPLIT
 from .lift import Ran
 from .mapped import Inputs, Mapped
@@ -50,10 +51,12 @@ class _Vmap(AbstractMap):
             size, lambda keys, axis: (spread_like(arrays, keys, axis), axis)
         )
 
-        def not_reduced(states: Values) -> str:
-            names = "`, `".join(map(call.lifted.name, states))
-            advice = call.advice([*states], self.axis_name, _ADVICE, '"batch"')
-            return _NOT_REDUCED.format(names) + advice
+        def not_reduced(states: Values, cause: Cause) -> str:
+            default = _DRAWN if cause.is_drawn else _REDUCE
+            default = default.format(cause.reduction('"batch"')) + _OWN_VALUES
+            advice = call.advice(states, self.axis_name) or default
+            names = map(call.lifted.name, states)
+            return _NOT_REDUCED.format("`, `".join(names)) + advice
 
         def lane(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             inputs = Inputs(args, kwargs, f, modules)
@@ -120,11 +123,15 @@ same as `eqx.if_array(0)`."""
 _NOT_REDUCED: Final = """`es.vmap`: each lane wrote its own value to `{}`, but all \
 lanes share one value, so only one could be stored. """
 
-_ADVICE: Final = """With `axis_name="batch"`, reduce it over the lanes: {0}. If \
-it comes from a key, of which each lane has its own, let all lanes draw the same: \
-`es.vmap(f, axes={{es.Rng: None}})`. Or give every lane its own value: `es.vmap(f, \
-axes={{es.State: 0}})`, with `es.Rng: es.SPLIT` if the model has keys. For a module \
-among the arguments, these mappings are its entry of `in_axes`."""
+_REDUCE: Final = """With `axis_name="batch"`, reduce it over the lanes: {}; or give \
+every lane its own value, """
+
+_DRAWN: Final = """It comes from a key, and each lane has its own. Let all lanes draw \
+the same, `es.vmap(f, axes={{es.Rng: None}})`; or give every lane its own value, """
+
+_OWN_VALUES: Final = """`es.vmap(f, axes={es.State: 0})`, with `es.Rng: es.SPLIT` if \
+the model has keys. For a module among the arguments, this mapping is its entry of \
+`in_axes`."""
 
 
 def vmap(
