@@ -44,8 +44,7 @@ def run_once(
 
 
 def created_arrays(lifted: Lifted) -> Iterator[tuple[BaseModule, str, list[Any]]]:
-    """The fields with arrays that `init` has created in the last run, by module."""
+    """The fields that `init` has created in the last run, and the arrays in each."""
     for _, fields in lifted.created:
         for module, name, value in fields:
-            if arrays := [*filter(is_array, jtu.tree_leaves(value))]:
-                yield module, name, arrays
+            yield module, name, [*filter(is_array, jtu.tree_leaves(value))]

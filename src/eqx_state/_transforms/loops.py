@@ -147,8 +147,8 @@ def _create_fields(f: Any, init: Any, xs: Any, index: int) -> None:
     arrays, rest = cut(lifted.arguments)
     arrays = jtu.tree_map(lambda x: _slice_of(x, index), arrays)
     run_once(lifted, slices, f, (init, rest.join(arrays)))
-    for module, name, _ in created_arrays(lifted):
-        if id(module) in lifted.copies.originals:
+    for module, name, arrays in created_arrays(lifted):
+        if arrays and id(module) in lifted.copies.originals:
             raise created_error(module, name, "in one step of `es.scan`")
 
 

@@ -263,7 +263,7 @@ class Mapped:
             # In a tree of axes there is none for a new array, only for the others.
             others = self.lifted.slots(module) if self.lifted.has(module) else ()
             is_in_stack = any(is_axis(self.axes[slot]) for slot in others)
-            if is_in_stack or any(id(x) in stacked for x in arrays):
+            if any(is_in_stack or id(x) in stacked for x in arrays):
                 lane = f"in one lane of `{self.transform.caller}`"
                 raise created_error(module, name, lane)
 
