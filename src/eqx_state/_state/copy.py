@@ -14,11 +14,12 @@ import jax.tree_util as jtu
 from .._compat import has_escaped
 from .._errors import TraceError
 from .._tree.base import is_module, ownership_of
-from .._tree.compare import check_apart, check_not_repeated, same
+from .._tree.compare import check_apart, same
 from .._tree.walk import (
     drop_cached,
     flatten,
     leaves,
+    occurs_twice,
     Traversal,
     traverse,
     Visit,
@@ -60,9 +61,9 @@ class PrivateCopy:
         """`given`: the traversal of the model, perhaps with other leaves."""
         self.model, self.scope = model, scope
         given = traverse(model) if given is None else given
-        if given.has_repeated:
+        if occurs_twice(given.modules):
             # Check it now: unflattening would turn one module into two.
-            check_not_repeated(model, kinds=scope.state_kinds)
+            check_apart(given.visits, scope.state_kinds)
         # An outer scope may write it while the call runs, through a closure.
         self.is_of_scope = any(map(is_owned, given.modules))
         values = self.given = given.leaves
@@ -137,7 +138,7 @@ def leave(out: Any, owned: Sequence[OwnedTree]) -> tuple[Any, list[Collected]]:
     # them.
     for scope in {id(x.scope): x.scope for x in owned}.values():
         _check_written({*map(id, inside), *map(id, outside)}, scope)
-    if len(set(map(id, inside))) < len(inside):
+    if occurs_twice(inside):
         kinds = {kind: None for x in owned for kind in x.scope.state_kinds}
         check_apart([visit for each in after for visit in each.visits], (*kinds,))
     collected = [_collect(x, each) for x, each in zip(owned, after, strict=True)]

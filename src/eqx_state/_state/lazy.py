@@ -30,12 +30,12 @@ from .._tree.base import (
     keystr,
     Placeholder,
 )
-from .._tree.compare import check_not_repeated
+from .._tree.compare import check_apart
 from .._tree.context import Context, ROOT
 from .._tree.dtypes import dtype_for, NUMBERS, strengthen
 from .._tree.followers import AbstractPerParameter
 from .._tree.keys import key_at
-from .._tree.walk import name_of, Traversal, traverse, Visit, walk
+from .._tree.walk import name_of, occurs_twice, Traversal, traverse, Visit, walk
 from .._typing import KeyPath
 
 
@@ -248,8 +248,8 @@ def check_ready(tree: Any) -> Traversal:
     """Raise if a model is not usable, or contains one stateful module twice."""
     traversal = traverse(tree)
     check_usable(traversal.visits)
-    if traversal.has_repeated:
-        check_not_repeated(tree)
+    if occurs_twice(traversal.modules):
+        check_apart(traversal.visits)
     return traversal
 
 

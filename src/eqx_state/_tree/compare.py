@@ -1,7 +1,6 @@
 """Comparing trees: equal structures, the first difference, repeated modules."""
 
 import dataclasses
-import functools as ft
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -22,11 +21,11 @@ from .base import (
 from .context import children
 from .walk import (
     all_modules,
-    check_no_cycle,
     copy_tree,
     is_array,
     leaves,
     name_of,
+    occurs_twice,
     set_flags,
     Visit,
     walk,
@@ -154,57 +153,26 @@ def difference_of_leaves(a: PyTree, b: PyTree) -> str | None:
 # After the first transform there are two modules, and their states would drift apart.
 
 
-def check_not_repeated(
-    tree: PyTree, path: KeyPath = (), kinds: tuple[type, ...] = (State,)
-) -> None:
-    """Raise `ValueError` if one stateful module occurs twice in a tree.
-
-    `kinds`: those of the arrays that may change, which make a module stateful.
-    """
-    modules = modules_below(tree)
-    if len(set(map(id, modules))) == len(modules):  # each occurs once
-        return
-    check_apart(walk(tree, path), kinds)
+def check_not_repeated(tree: PyTree) -> None:
+    """Raise `ValueError` if one stateful module occurs twice in a tree."""
+    if occurs_twice(all_modules(tree)):
+        check_apart(walk(tree))
 
 
 def check_apart(visits: list[Visit], kinds: tuple[type, ...] = (State,)) -> None:
-    """`check_not_repeated` for the visits of one or more trees."""
-    modules = [v for v in visits if is_module(v.node)]
+    """`check_not_repeated` for the visits of one or more trees.
+
+    `kinds`: those of the arrays that may change, which make a module stateful.
+    """
     # A module below a covering `Buffer` has no state, and may be repeated.
     state = [v.path for v in visits if v.is_leaf and issubclass(v.kind or int, kinds)]
     stateful = {path[:n] for path in state for n in range(len(path))}
     first: dict[int, Visit] = {}
-    for visit in (v for v in modules if v.path in stateful):
+    for visit in (v for v in visits if is_module(v.node) and v.path in stateful):
         other = first.setdefault(id(visit.node), visit)
         if other is not visit:
             a, b = (f"`{v.name}`" if v.path else "the model" for v in (other, visit))
             raise ValueError(_REPEATED.format(a, b))
-
-
-def flatten_apart(tree: PyTree) -> tuple[list[Any], Any]:
-    """The leaves and the structure, after `check_not_repeated`, in one pass."""
-    modules: list[Any] = []
-    record = ft.partial(_record, tree, modules)
-    leaves, structure = jtu.tree_flatten(tree, is_leaf=record)
-    if len(set(map(id, modules))) < len(modules):
-        check_not_repeated(tree)
-    return leaves, structure
-
-
-def modules_below(tree: PyTree) -> list[Any]:
-    """Every `es.Module` in a tree, without its path; cheaper than a walk."""
-    modules: list[Any] = []
-    jtu.tree_leaves(tree, is_leaf=ft.partial(_record, tree, modules))
-    return modules
-
-
-def _record(tree: PyTree, modules: list[Any], node: Any) -> bool:
-    if is_module(node):
-        # Not after a `RecursionError` of JAX, which leaves no room for further calls.
-        if node is tree and modules:
-            check_no_cycle(tree)
-        modules.append(node)
-    return False
 
 
 _OTHER_STRUCTURE: Final = """{} differs in structure from the tree, {}. Only modes \

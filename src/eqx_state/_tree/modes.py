@@ -16,11 +16,11 @@ from .base import (
     step_to,
     Steps,
 )
-from .compare import flatten_apart
+from .compare import check_not_repeated
 from .context import children, ROOT
 from .filters import is_marker, marker, selected_nodes, Where
 from .unbuilt import fields_of
-from .walk import is_array, leaves, modules_in, set_flags, Visit
+from .walk import copy_tree, is_array, leaves, modules_in, set_flags, Visit
 
 
 def train(tree: Tree, mode: bool = True) -> Tree:
@@ -57,8 +57,8 @@ def train(tree: Tree, mode: bool = True) -> Tree:
             return {"training": mode}
         return {"inference": not mode} if has_inference(visit.node) else {}
 
-    values, structure = flatten_apart(tree)
-    return set_flags(jtu.tree_unflatten(structure, values), flags)
+    check_not_repeated(tree)
+    return set_flags(copy_tree(tree), flags)
 
 
 def eval(tree: Tree) -> Tree:
@@ -143,7 +143,8 @@ def unfreeze(tree: Tree, where: Callable[[Tree], Any] | None = None) -> Tree:
 
 
 def _set_frozen(tree: Tree, where: Where | None, frozen: bool) -> Tree:
-    values, structure = flatten_apart(tree)
+    check_not_repeated(tree)
+    values, structure = jtu.tree_flatten(tree)
     # One array may occur twice, so replace each occurrence by a unique sentinel.
     marked = [marker(v) if _is_place(v.node) else v.node for v in leaves(tree)]
     copy = jtu.tree_unflatten(structure, marked)

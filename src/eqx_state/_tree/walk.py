@@ -165,11 +165,6 @@ class Traversal(NamedTuple):
         """This traversal with other `leaves`; those in `visits` are the old ones."""
         return self._replace(leaves=leaves)
 
-    @property
-    def has_repeated(self) -> bool:
-        """Whether some `eqx.Module` occurs twice."""
-        return len(set(map(id, self.modules))) < len(self.modules)
-
     def extents(self) -> Iterator[tuple[BaseModule, int, int]]:
         """Each `es.Module`, and where its leaves begin and end; parents first."""
         paths = [visit.path for visit in self.visits]
@@ -210,6 +205,11 @@ def flatten(tree: PyTree) -> tuple[list[Any], Any, list[Any]]:
 def all_modules(tree: PyTree) -> list[Any]:
     """Every `eqx.Module` of a tree, parents first."""
     return flatten(tree)[2]
+
+
+def occurs_twice(modules: list[Any]) -> bool:
+    """Whether one of these modules is in the list twice."""
+    return len(set(map(id, modules))) < len(modules)
 
 
 # --- The implementation. Models repeat the same classes, so choose the step for all
