@@ -7,7 +7,7 @@ down from the root. Selecting, modes, scopes, initialization and transforms all 
 
 import functools as ft
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -193,13 +193,27 @@ def flatten(tree: PyTree) -> tuple[list[Any], Any, list[Any]]:
     def record(node: Any) -> bool:
         if eqx.Module in type(node).__mro__:
             if node is tree and modules:
-                check_no_cycle(tree)
+                raise _cycle_error(tree)
             modules.append(node)
             return False
         return isinstance(node, Iterator)  # a leaf to JAX, which would warn
 
     leaves, structure = jtu.tree_flatten(tree, is_leaf=record)
     return leaves, structure, modules
+
+
+def _cycle_error(tree: PyTree) -> ValueError:
+    """The error for a tree that contains itself."""
+    found = jtu.tree_leaves_with_path(
+        tree, lambda path, x: path != () and x is tree, is_leaf_takes_path=True
+    )
+    path = next(path for path, x in found if x is tree)
+    return ValueError(_CYCLE.format(name_of(path), type(tree).__name__))
+
+
+_CYCLE: Final = """`{}` is the `{}` itself, so that the model contains itself. A \
+pytree is a tree: flattening would not end. Do not store a parent in a child. Pass \
+what the child needs when you call it: `self.child(x, self.scale)`."""
 
 
 def all_modules(tree: PyTree) -> list[Any]:
@@ -247,10 +261,7 @@ class _Walk:
         self.steps: dict[type, _Step] = {_Absent: self.hole}
 
     def run(self, tree: PyTree, path: KeyPath, context: Context) -> list[Any]:
-        try:
-            self.first(tree, path, context)
-        except RecursionError as error:
-            raise _cycle_error(tree) or error from None
+        self.first(tree, path, context)
         self.steps.clear()  # break the reference cycle, to free the walk at once
         return self.found
 
@@ -393,44 +404,6 @@ class _StackStep(_ModuleStep):
         inside = context._replace(stacks=(*context.stacks, stack))
         _, inside = self.inside.setdefault((id(context), stack), (context, inside))
         super().__call__(node, path, context, inside)
-
-
-def check_no_cycle(tree: PyTree) -> None:
-    """Raise `ValueError` if a node of a tree contains itself."""
-    if (error := _cycle_error(tree)) is not None:
-        raise error
-
-
-def _cycle_error(tree: PyTree) -> ValueError | None:
-    if (found := _cycle(tree, (), {})) is None:
-        return None
-    inner, outer = (name_of(path) for path in found)
-    where = f"`{outer}`" if outer else f"the `{type(tree).__name__}` itself"
-    return ValueError(_CYCLE.format(inner, where))
-
-
-def _cycle(
-    node: Any, path: KeyPath, above: dict[int, KeyPath]
-) -> tuple[KeyPath, KeyPath] | None:
-    """The path at which a node contains itself, and the path of that node."""
-    if id(node) in above:
-        return path, above[id(node)]
-    below: Iterable[tuple[Any, Any]] = ()
-    if is_eqx_module(node):  # `children` would call JAX, which does not return
-        names = [k for k in dynamic_names(type(node)) if k in fields_of(node)]
-        below = [(jtu.GetAttrKey(k), fields_of(node)[k]) for k in names]
-    elif isinstance(node, dict):
-        below = [(jtu.DictKey(k), x) for k, x in node.items()]
-    elif isinstance(node, (list, tuple)):
-        below = [(jtu.SequenceKey(i), x) for i, x in enumerate(node)]
-    around = {**above, id(node): path}
-    cycles = (_cycle(child, (*path, key), around) for key, child in below)
-    return next(filter(None, cycles), None)
-
-
-_CYCLE: Final = """`{}` is {}, so that the model contains itself. A pytree is a tree: \
-flattening would not end. Do not store a parent in a child. Pass what the child needs \
-when you call it: `self.child(x, self.scale)`."""
 
 
 def copy_tree(tree: Tree) -> Tree:
