@@ -26,7 +26,6 @@ from .walk import (
     leaves,
     name_of,
     occurs_twice,
-    set_flags,
     Visit,
     walk,
 )
@@ -63,13 +62,14 @@ def same_modes(tree: Tree) -> Tree:
     for module in all_modules(tree):
         if isinstance(module, OnlyInScope):
             module._eqx_state_leave()
-    return set_flags(tree, _without_modes)
-
-
-def _without_modes(visit: Visit) -> dict[str, Any]:
-    if is_module(visit.node):
-        return {"training": True, "frozen": False, INIT_DONE: False, FROZEN_PATHS: ()}
-    return {"inference": None} if has_inference(visit.node) else {}
+        if is_module(module):
+            flags = {"training": True, "frozen": False}
+            flags |= {INIT_DONE: False, FROZEN_PATHS: ()}
+        else:
+            flags = {"inference": None} if has_inference(module) else {}
+        for name, value in flags.items():
+            object.__setattr__(module, name, value)
+    return tree
 
 
 def leaves_like(tree: PyTree, other: PyTree, what: str) -> list[Any]:

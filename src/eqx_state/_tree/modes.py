@@ -20,7 +20,7 @@ from .compare import check_not_repeated
 from .context import children, ROOT
 from .filters import is_marker, marker, selected_nodes, Where
 from .unbuilt import fields_of
-from .walk import copy_tree, is_array, leaves, modules_in, set_flags, Visit
+from .walk import all_modules, copy_tree, is_array, leaves, modules_in
 
 
 def train(tree: Tree, mode: bool = True) -> Tree:
@@ -50,15 +50,14 @@ def train(tree: Tree, mode: bool = True) -> Tree:
         assert model[0].training and not model[1].inference
         ```
     """
-    mode = bool(mode)
-
-    def flags(visit: Visit) -> dict[str, Any]:
-        if is_module(visit.node):
-            return {"training": mode}
-        return {"inference": not mode} if has_inference(visit.node) else {}
-
     check_not_repeated(tree)
-    return set_flags(copy_tree(tree), flags)
+    tree = copy_tree(tree)
+    for module in all_modules(tree):
+        if is_module(module):
+            object.__setattr__(module, "training", bool(mode))
+        elif has_inference(module):
+            object.__setattr__(module, "inference", not mode)
+    return tree
 
 
 def eval(tree: Tree) -> Tree:

@@ -411,21 +411,12 @@ def copy_tree(tree: Tree) -> Tree:
     return jtu.tree_map(lambda x: x, tree)
 
 
-def set_flags(tree: Tree, values: Callable[[Visit], dict[str, Any]]) -> Tree:
-    """Set the attributes that `values` returns for each module of a private copy."""
-    for visit in walk(tree):
-        if not visit.is_leaf:
-            for name, value in values(visit).items():
-                object.__setattr__(visit.node, name, value)
-    return tree
-
-
 def drop_cached(tree: PyTree) -> None:
     """Remove the values of `functools.cached_property`s.
 
     A plain Equinox module stores them among its fields, which changes the treedef.
     """
-    for module in (visit.node for visit in walk(tree) if not visit.is_leaf):
+    for module in all_modules(tree):
         fields = fields_of(module)
         for name, value in list(fields.items()):
             declared = getattr(type(module), name, None)
