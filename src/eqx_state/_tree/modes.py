@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import jax.tree_util as jtu
 
-from .._typing import KeyPath, PyTree, Tree
+from .._typing import PyTree, Tree
 from .base import (
     FROZEN_PATHS,
     FrozenPaths,
@@ -20,7 +20,7 @@ from .compare import check_not_repeated
 from .context import children, ROOT
 from .filters import is_marker, marker, selected_nodes, Where
 from .unbuilt import fields_of
-from .walk import all_modules, copy_tree, is_array, leaves, modules_in
+from .walk import all_modules, copy_tree, is_array, leaves
 
 
 def train(tree: Tree, mode: bool = True) -> Tree:
@@ -148,9 +148,11 @@ def _set_frozen(tree: Tree, where: Where | None, frozen: bool) -> Tree:
     marked = [marker(v) if _is_place(v.node) else v.node for v in leaves(tree)]
     copy = jtu.tree_unflatten(structure, marked)
     nodes = [copy] if where is None else selected_nodes(where, copy)
-    paths = _paths_of(copy, nodes)
+    ways = _ways_to(nodes, copy)
     for node in nodes:
-        _set_at(copy, paths.get(id(node)), frozen)
+        if id(node) not in ways:
+            raise ValueError(_NOTHING_TO_FREEZE)
+        _set_at(node, ways[id(node)], frozen)
     return jtu.tree_unflatten(jtu.tree_structure(copy), values)
 
 
@@ -159,24 +161,22 @@ def _is_place(x: Any) -> bool:
     return is_array(x) or isinstance(x, Placeholder)
 
 
-def _set_at(node: Any, path: KeyPath | None, frozen: bool) -> None:
-    """Freeze or unfreeze the node at a path of a private copy, in place."""
-    if path is None:
-        raise ValueError(_NOTHING_TO_FREEZE)
-    way = []
-    for key in path:
-        way.append((node, key))
-        node = dict(children(node) or ())[key]
+# The nodes above a node, the root first, and the key of the next node in each.
+_Way = tuple[tuple[Any, Any], ...]
+
+
+def _set_at(node: Any, way: _Way, frozen: bool) -> None:
+    """Freeze or unfreeze a node of a private copy, in place."""
     steps = [step_to(above, key) for above, key in way]
     # The modules around the node, and the path from each to it; the nearest last.
     around = [(x, tuple(steps[i:])) for i, (x, _) in enumerate(way) if is_module(x)]
-    modules = list(modules_in(node))
+    modules = [x for x in all_modules(node) if is_module(x)]
     holds_any = any(map(is_marker, jtu.tree_leaves(node)))
     if not modules and not (around and holds_any):
         raise ValueError(_NOTHING_TO_FREEZE)
-    for visit in modules:
-        object.__setattr__(visit.node, "frozen", frozen)
-        _set_frozen_paths(visit.node, {})
+    for module in modules:
+        object.__setattr__(module, "frozen", frozen)
+        _set_frozen_paths(module, {})
     for module, steps in around:
         # Drop the frozen paths of the node and below, including outdated ones, which
         # differ only in the length of a sequence.
@@ -199,18 +199,18 @@ def _set_frozen_paths(module: Any, paths: dict[Steps, bool]) -> None:
     object.__setattr__(module, FROZEN_PATHS, sorted_frozen_paths(paths))
 
 
-def _paths_of(tree: PyTree, nodes: list[Any]) -> dict[int, KeyPath]:
-    """The paths of these nodes by `id`. Nodes that are not in the tree are left out.
+def _ways_to(nodes: list[Any], tree: PyTree) -> dict[int, _Way]:
+    """The ways to these nodes by `id`. Nodes that are not in the tree are left out.
 
     In one pass, because there may be hundreds: `lambda m: [x.bias for x in m.layers]`.
     """
-    wanted, found = {id(node) for node in nodes}, dict[int, KeyPath]()
+    wanted, found = {id(node) for node in nodes}, dict[int, _Way]()
 
-    def visit(node: Any, path: KeyPath) -> None:
+    def visit(node: Any, way: _Way) -> None:
         if id(node) in wanted:
-            found.setdefault(id(node), path)
+            found.setdefault(id(node), way)
         for key, child in children(node) or ():
-            visit(child, (*path, key))
+            visit(child, (*way, (node, key)))
 
     visit(tree, ())
     return found
