@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 import pytest
 
 import eqx_state as es
-from eqx_state._kinds.kinds import Spec
+from eqx_state._kinds.kinds import NOTHING
 from eqx_state._tree.compare import identical, is_hole
 from eqx_state._tree.context import children, map_children, ROOT
 from eqx_state._tree.walk import kinds_of, leaves, walk
@@ -29,7 +29,8 @@ def by_definition(node: Any, path: Any = (), context: Any = ROOT) -> Iterator[An
         return
     if isinstance(node, (eqx.nn.StateIndex, eqx.nn.State)):
         in_norm = context.owner is eqx.nn.BatchNorm
-        context = context.declare(Spec(kind=es.BatchStat if in_norm else es.State))
+        kind = es.BatchStat if in_norm else es.State
+        context = context._replace(kind=kind, spec=NOTHING, unresolved=False)
         context = context._replace(is_own=False)
     below = children(node)
     if below is None or isinstance(node, eqx.Module):

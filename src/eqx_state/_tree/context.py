@@ -69,11 +69,6 @@ class Context(NamedTuple):
         below = self.below(declared_child(self.spec, node, key))
         return below.at(step_to(node, key)) if self.frozen_paths else below
 
-    def below(self, spec: Spec) -> "Context":
-        """The context one key further down, with the declaration `spec`."""
-        here = self._replace(axes=self._axes_below()) if self.axes else self
-        return here.declare(spec)
-
     def inside(self, frozen: bool, frozen_paths: FrozenPaths) -> "Context":
         """The context in an `es.Module` that has this flag and these frozen paths."""
         if frozen:  # overrides the frozen paths of modules above
@@ -104,35 +99,27 @@ class Context(NamedTuple):
             unresolved=False,
             is_own=False,
             owners=(*self.owners, cls),
-            axes=self._axes_below(),
         )
         found = []
         for name in names:
-            context = around.declare(specs.get(name, NOTHING), name)
+            context = around._replace(field=name).below(specs.get(name, NOTHING))
             found.append(context.at((f".{name}", 0)) if self.frozen_paths else context)
         return found
 
-    def _axes_below(self) -> tuple[AxesAbove, ...]:
-        return tuple(above._replace(depth=above.depth + 1) for above in self.axes)
-
-    def declare(self, spec: Spec, field: str | None = None) -> "Context":
-        """The context after one more declaration, that of `field` if given."""
-        if field is None:
-            if spec is NOTHING and self.spec is NOTHING:
-                return self
-            field = self.field
-        axes = self.axes
+    def below(self, spec: Spec) -> "Context":
+        """The context one key further down, with the declaration `spec`."""
+        if spec is NOTHING and self.spec is NOTHING and not self.axes:
+            return self
+        axes = [above._replace(depth=above.depth + 1) for above in self.axes]
         if spec.axes:
             owner = "" if self.owner is None else f"{self.owner.__qualname__}."
-            axes = (*axes, AxesAbove(spec.axes, f"{owner}{field}", 0))
-        unresolved = self.unresolved or spec.unresolved
-        new = self._replace(spec=spec, unresolved=unresolved, field=field, axes=axes)
+            axes.append(AxesAbove(spec.axes, f"{owner}{self.field}", 0))
+        new = self._replace(spec=spec, axes=tuple(axes))
         if spec.kind is None:
-            return new
-        covering = self.covering or (spec.kind if spec.kind.covering else None)
+            return new._replace(unresolved=self.unresolved or spec.unresolved)
         return new._replace(
             kind=spec.kind,
-            covering=covering,
+            covering=self.covering or (spec.kind if spec.kind.covering else None),
             unresolved=spec.unresolved,
             is_own=True,
         )

@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._compat import MISSING
-from .._kinds.kinds import BatchStat, Kind, Spec, State
+from .._kinds.kinds import BatchStat, Kind, NOTHING, State
 from .._typing import KeyPath, PyTree, Tree
 from .base import (
     BaseModule,
@@ -334,8 +334,10 @@ class _Walk:
         """Visit Equinox's own state, whose values count as declared `State`."""
         owner = context.owner
         in_norm = owner is not None and issubclass(owner, eqx.nn.BatchNorm)
-        context = context.declare(Spec(kind=BatchStat if in_norm else State))
-        context = context._replace(is_own=False)  # the user has declared nothing
+        kind = BatchStat if in_norm else State
+        context = context._replace(
+            kind=kind, spec=NOTHING, unresolved=False, is_own=False
+        )
         if self.is_leaf is not None and self.is_leaf(node):
             self.leaf(node, path, context)
             return
