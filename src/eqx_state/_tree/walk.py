@@ -276,8 +276,7 @@ class _Walk:
         if node is None:
             step = self.hole
         elif is_eqx_module(node):
-            is_stack = BaseModule in cls.__mro__ and cls._eqx_state_is_stack
-            step = (_StackStep if is_stack else _ModuleStep)(self, cls)
+            step = self.module_step(cls)
         elif cls in (list, tuple):
             step = self.sequence
         elif not is_leaf(node):
@@ -345,67 +344,46 @@ class _Walk:
             self.found.append(_visit((path, node, context, False)))
         self.container(node, path, context)
 
-
-class _ModuleStep:
-    """The step of a walk at the modules of one class."""
-
-    def __init__(self, walk: _Walk, cls: type):
-        self.walk, self.cls = walk, cls
-        self.has_flags = BaseModule in cls.__mro__
+    def module_step(self, cls: Any) -> _Step:
+        """The step at the modules of one class."""
+        has_flags = BaseModule in cls.__mro__
+        is_stack = has_flags and cls._eqx_state_is_stack
         # The field `INFERENCE` has no leaves.
-        self.names = [name for name in dynamic_names(cls) if name != INFERENCE]
-        self.keys = [*map(jtu.GetAttrKey, self.names)]
-        # Two caches, for unfrozen and for frozen modules. The key is the `id` of a
-        # context, which is much faster to compare than the context. The value is the
-        # context, stored so that its `id` is not reused, and the fields.
-        self.known: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+        names = [name for name in dynamic_names(cls) if name != INFERENCE]
+        keys = [*map(jtu.GetAttrKey, names)]
+        # Name, key and context of each field. The key of the cache has the `id` of a
+        # context, which is much faster to compare than the context. The value has the
+        # context, so that its `id` is not reused.
+        known: dict[Any, tuple[Context, list[tuple[str, Any, Context]]]] = {}
+        steps, first, only_contexts = self.steps, self.first, self.only_contexts
 
-    def __call__(
-        self, node: Any, path: KeyPath, context: Context, within: Context | None = None
-    ) -> None:
-        """`within`: the context of the contents, if it differs from the module's."""
-        walk = self.walk
-        if not walk.only_contexts:
-            walk.found.append(_visit((path, node, context, False)))
-        context = context if within is None else within
-        values: dict[str, Any] = fields_of(node)
-        frozen, frozen_paths = False, ()
-        if self.has_flags:
-            frozen, frozen_paths = values["frozen"], values[FROZEN_PATHS]
-        known = self.known[frozen].get(id(context))
-        if known is None or frozen_paths:
-            inside = context.inside(frozen, frozen_paths)
-            known = context, self.fields(inside, path)
-            if not inside.frozen_paths:
-                self.known[frozen][id(context)] = known
-        has_paths, steps, first = not walk.only_contexts, walk.steps, walk.first
-        for name, key, inside in known[1]:
-            child = values.get(name, _ABSENT)
-            child_path = (*path, key) if has_paths else path
-            steps.get(type(child), first)(child, child_path, inside)
+        def step(node: Any, path: KeyPath, context: Context) -> None:
+            if not only_contexts:
+                self.found.append(_visit((path, node, context, False)))
+            values: dict[str, Any] = fields_of(node)
+            frozen, frozen_paths, stack = False, (), ()
+            if has_flags:
+                frozen, frozen_paths = values["frozen"], values[FROZEN_PATHS]
+            if is_stack:
+                stack = ((len(path), values.get("_length", 0)),)
+            key = id(context), frozen, stack
+            found = known.get(key)
+            if found is None or frozen_paths:
+                inside = context.inside(frozen, frozen_paths)
+                if inside.frozen_paths:
+                    there = [(f".{name}", 0) for name in names]
+                    inside = inside.checked(keystr(path), there)
+                inside = inside._replace(stacks=(*inside.stacks, *stack))
+                contexts = inside.fields_of(cls, names)
+                found = context, [*zip(names, keys, contexts, strict=True)]
+                if not inside.frozen_paths:
+                    known[key] = found
+            for name, field, below in found[1]:
+                child = values.get(name, _ABSENT)
+                child_path = path if only_contexts else (*path, field)
+                steps.get(type(child), first)(child, child_path, below)
 
-    def fields(self, context: Context, path: KeyPath) -> list[tuple[str, Any, Context]]:
-        """Name, key and context of each field that is a child in the pytree."""
-        if context.frozen_paths:
-            steps = [(f".{name}", 0) for name in self.names]
-            context = context.checked(keystr(path), steps)
-        contexts = context.fields_of(self.cls, self.names)
-        return [*zip(self.names, self.keys, contexts, strict=True)]
-
-
-class _StackStep(_ModuleStep):
-    """The step at an `es.nn.Stacked`, whose contents are part of a stack."""
-
-    def __init__(self, walk: _Walk, cls: type):
-        super().__init__(walk, cls)
-        self.inside: dict[Any, tuple[Context, Context]] = {}
-
-    def __call__(self, node: Any, path: KeyPath, context: Context, *_: Any) -> None:
-        stack = len(path), fields_of(node).get("_length", 0)
-        # Equal stacks share one context, so that the steps below find it by its `id`.
-        inside = context._replace(stacks=(*context.stacks, stack))
-        _, inside = self.inside.setdefault((id(context), stack), (context, inside))
-        super().__call__(node, path, context, inside)
+        return step
 
 
 def copy_tree(tree: Tree) -> Tree:
