@@ -20,7 +20,6 @@ from ._tree.filters import bind_to_visits, check_filter, Filter
 from ._tree.followers import AbstractPerParameter
 from ._tree.keys import copied
 from ._tree.rules import check_names, nothing_selected
-from ._tree.select import fill
 from ._tree.walk import copy_tree, is_array, leaves
 from ._typing import PyTree
 
@@ -187,7 +186,7 @@ class Ema(AbstractPerParameter):
         dtypes = self._check_initialized("model")
         values, treedef = jtu.tree_flatten(self.means)
         means = [x.astype(dtype) for x, dtype in zip(values, dtypes, strict=True)]
-        return fill(self.rest, jtu.tree_unflatten(treedef, means))
+        return _joined(self.rest, jtu.tree_unflatten(treedef, means))
 
     if not TYPE_CHECKING:
 
@@ -214,13 +213,20 @@ class Ema(AbstractPerParameter):
         return self._dtypes
 
     def _recorded_model(self) -> PyTree:
-        return fill(self.rest, self.means)
+        return _joined(self.rest, self.means)
 
     def _with(self, params: PyTree, **fields: Any) -> Self:
         new = copy_tree(self)
         for name, value in {**fields, "_dtypes": _dtypes_of(params)}.items():
             object.__setattr__(new, name, value)
         return new
+
+
+def _joined(rest: PyTree, means: PyTree) -> PyTree:
+    """`eqx.combine` in the mode of `rest`."""
+    values, structure = jtu.tree_flatten(rest, is_leaf=is_hole)
+    pairs = zip(values, jtu.tree_leaves(means, is_leaf=is_hole), strict=True)
+    return structure.unflatten(y if x is None else x for x, y in pairs)
 
 
 def _dtypes_of(params: PyTree) -> tuple[Any, ...]:

@@ -159,7 +159,7 @@ def update(tree: Tree, *partials: Any) -> Tree:
     new, treedef = jtu.tree_flatten(tree)
     for partial in partials:
         if (given := _without_difference(treedef, partial)) is None:
-            return _put_back(tree, partials, fill=False)
+            return _put_back(tree, partials)
         new = [old if x is None else x for old, x in zip(new, given, strict=True)]
     return jtu.tree_unflatten(treedef, new)
 
@@ -176,35 +176,25 @@ def _without_difference(treedef: Any, partial: PyTree) -> list[Any] | None:
     return given if is_plain else None
 
 
-def fill(tree: Tree, partial: PyTree) -> Tree:
-    """`update`, but arrays of the partial may fill holes of `tree`."""
-    return _put_back(tree, (partial,), fill=True)
-
-
-def _put_back(tree: Tree, partials: tuple[Any, ...], *, fill: bool) -> Tree:
+def _put_back(tree: Tree, partials: tuple[Any, ...]) -> Tree:
     """`update` if `tree` has holes, or if modes differ."""
     new, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
+    visits = leaves(tree, is_leaf=is_hole)
     for i, partial in enumerate(partials):
         which = "The partial" if len(partials) == 1 else f"Partial number {i}"
         if type(partial) is dict and is_eqx_module(tree):
             raise ValueError(_BY_NAME.format(which, type(tree).__name__))
         given = leaves_like(tree, partial, f"`es.update`: {which}")
         raw = jtu.tree_leaves(partial, is_leaf=is_hole)
-        if not fill:
-            _check_holes(tree, raw, which)
+        for visit, x in zip(visits, raw, strict=True):
+            if visit.node is None and is_array(x):
+                raise ValueError(_SWAPPED.format(which, visit.name or "the root"))
         # A flag of a partial never replaces one of `tree`, but may fill a hole.
         new = [
             r if old is None else old if x is None else x
             for old, x, r in zip(new, given, raw, strict=True)
         ]
     return jtu.tree_unflatten(treedef, new)
-
-
-def _check_holes(tree: PyTree, given: list[Any], which: str) -> None:
-    """Raise `ValueError` if an array is given for a hole of `tree`."""
-    for visit, x in zip(leaves(tree, is_leaf=is_hole), given, strict=True):
-        if visit.node is None and is_array(x):
-            raise ValueError(_SWAPPED.format(which, visit.name or "the root"))
 
 
 def map(
