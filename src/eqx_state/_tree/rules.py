@@ -9,15 +9,14 @@ above.
 import contextlib
 import difflib
 import functools as ft
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax.tree_util as jtu
 
 from .._errors import show
 from .._kinds import kinds
-from .._kinds.kinds import is_kind, Kind, kind_name, OptState, Parameter
+from .._kinds.kinds import is_kind, Kind, OptState, Parameter
 from .._typing import PyTree, Tree
 from .filters import (
     bind,
@@ -173,16 +172,12 @@ _NO_MATCH: Final = """{}: the filter `{}` matches no array.{} `es.parts(tree)` l
 the arrays with their names and kinds. Only kinds and `...` may match nothing."""
 
 
-def check_filters(filters: Iterable[Filter], tree: PyTree, caller: str) -> None:
+def check_filters(filters: tuple[Filter, ...], tree: PyTree, caller: str) -> None:
     """Raise `ValueError` if one of the filters, or all together, select no array.
 
     `TypeError` for something that is not a filter, such as a second tree.
     """
-    filters, arrays = tuple(filters), parts(tree)
-    several = [x for x in filters if is_kind(x)]
-    for a, b in itertools.combinations(several, 2):
-        if not issubclass(a, b) and not issubclass(b, a):
-            raise ValueError(_NO_COMMON.format(caller, kind_name(a), kind_name(b)))
+    arrays = parts(tree)
     for each in filters:
         check_filter(each, _ONE_TREE)
         if not any(map(bind(each, tree), arrays)):
@@ -191,7 +186,8 @@ def check_filters(filters: Iterable[Filter], tree: PyTree, caller: str) -> None:
         check_names(each, [tree], caller)
     if filters and not any(map(bind_all(filters, tree), arrays)):
         text = ", ".join(map(filter_text, filters))
-        raise ValueError(_SELECTS_NOTHING.format(caller, text, _ALL_OF_THEM))
+        cure = _ALL_OF_THEM.format(text)
+        raise ValueError(_SELECTS_NOTHING.format(caller, text, cure))
 
 
 def check_names(filter: Filter, trees: list[PyTree], caller: str) -> None:
@@ -206,13 +202,11 @@ def check_names(filter: Filter, trees: list[PyTree], caller: str) -> None:
             raise ValueError(_NO_MATCH.format(*said))
 
 
-_NO_COMMON: Final = """{0}: an array must satisfy all filters, and none is both \
-`{1}` and `{2}`. To select both kinds: `es.any_of({1}, {2})`."""
-
 _SELECTS_NOTHING: Final = """{}: the filter `{}` selects no array of the tree.{} \
 `es.parts(tree)` lists the arrays with their names and kinds."""
 
-_ALL_OF_THEM: Final = " An array must satisfy all filters."
+_ALL_OF_THEM: Final = """ An array must satisfy all filters. To select the arrays \
+that satisfy one of them: `es.any_of({})`."""
 
 _ONE_TREE: Final = """Only filters follow the tree. Pass several trees as one, \
 `es.save(path, (model, optimizer))`, and options by keyword: `es.save(path, model, \
