@@ -6,9 +6,15 @@ raw array. A filter for a kind also selects its subclasses.
 
 import itertools
 from types import GenericAlias
-from typing import Annotated, Any, NamedTuple, TYPE_CHECKING, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TYPE_CHECKING, TypeAlias
+
+from jaxtyping import Array
+from typing_extensions import TypeVar  # with a default, before Python 3.13
 
 from .._compat import Dims, read_dims
+
+
+_T = TypeVar("_T", default=Array)
 
 
 if TYPE_CHECKING:
@@ -18,35 +24,12 @@ if TYPE_CHECKING:
     # because of the base class `Array`.
     from typing import Generic
 
-    from jaxtyping import Array
-    from typing_extensions import TypeVar as DefaultTypeVar
-
-    _T = DefaultTypeVar("_T", default=Array)
-
     class TreePart(Array, Generic[_T]):
         """The base class of all kinds. As a filter: every leaf that has a kind."""
 
         def __init_subclass__(cls, *, covering: bool = False) -> None: ...
         def __get__(self, instance: object, owner: Any = None, /) -> _T: ...
         def __set__(self, instance: object, value: _T, /) -> None: ...
-
-    class Parameter(TreePart[_T]):
-        """Arrays that gradients train: weights, biases."""
-
-    class Buffer(TreePart[_T], covering=True):
-        """Constants: never trained, never written. Covers everything below it."""
-
-    class State(TreePart[_T]):
-        """Arrays that a forward pass may write."""
-
-    class Rng(State[_T]):
-        """A PRNG key that a layer draws from and advances."""
-
-    class BatchStat(State[_T]):
-        """A running statistic over the batches seen in training."""
-
-    class OptState(State[_T], covering=True):
-        """An optimizer's moments and counts. Covers everything below it."""
 
 else:
 
@@ -111,32 +94,38 @@ else:
                 return GenericAlias(cls, (item,))
             return Annotated[item, cls]
 
-    class Parameter(TreePart):
-        """Arrays that gradients train: weights, biases.
 
-        An inexact array without a declaration is a `Parameter`, as in Equinox.
-        """
+class Parameter(TreePart[_T]):
+    """Arrays that gradients train: weights, biases.
 
-    class Buffer(TreePart, covering=True):
-        """Constants: never trained, never written. Covers everything below it.
+    An inexact array without a declaration is a `Parameter`, as in Equinox.
+    """
 
-        Examples: positional encodings, normalization constants, a pretrained network.
-        """
 
-    class State(TreePart):
-        """Arrays that a forward pass may write: counters, caches, running values."""
+class Buffer(TreePart[_T], covering=True):
+    """Constants: never trained, never written. Covers everything below it.
 
-    class Rng(State):
-        """A PRNG key that a layer draws from and advances.
+    Examples: positional encodings, normalization constants, a pretrained network.
+    """
 
-        A typed key (`jax.random.key`) without a declaration is an `Rng`.
-        """
 
-    class BatchStat(State):
-        """A running statistic over the batches seen in training."""
+class State(TreePart[_T]):
+    """Arrays that a forward pass may write: counters, caches, running values."""
 
-    class OptState(State, covering=True):
-        """An optimizer's moments and counts. Covers everything below it."""
+
+class Rng(State[_T]):
+    """A PRNG key that a layer draws from and advances.
+
+    A typed key (`jax.random.key`) without a declaration is an `Rng`.
+    """
+
+
+class BatchStat(State[_T]):
+    """A running statistic over the batches seen in training."""
+
+
+class OptState(State[_T], covering=True):
+    """An optimizer's moments and counts. Covers everything below it."""
 
 
 Kind: TypeAlias = type[TreePart[Any]]
