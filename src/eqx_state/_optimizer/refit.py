@@ -149,7 +149,7 @@ def _entries(optimizer: AbstractPerParameter, group: int | None) -> list[list[_E
         state, stacks = parts.get(part, ((), ()))
         path, node = (*state, *visit.path[len(part) :]), visit.node
         if visit.path not in parameters:
-            each = indices(stacks) or [()]
+            each = indices(stacks)
             found.append(
                 [_Entry((part, path, i), (), node, i, part, path) for i in each]
             )
@@ -160,7 +160,7 @@ def _entries(optimizer: AbstractPerParameter, group: int | None) -> list[list[_E
             where = where[:group] + where[group + 1 :]
         stacks = parameter.context.stacks if is_split(Part(visit)) else ()
         shape, entries = parameter.node.shape, []
-        for i in indices(stacks) or [()]:
+        for i in indices(stacks):
             name = name_of(layer_path(parameter.path, stacks, i))
             entries.append(_Entry((where, name), shape[len(i) :], node, i))
         found.append(entries)

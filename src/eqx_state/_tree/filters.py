@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, NoReturn, TypeAlias
 
 import equinox as eqx
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -16,7 +15,7 @@ from .._kinds.kinds import is_kind, Kind, kind_name, Parameter, TreePart
 from .._typing import KeyPath, PyTree
 from .base import is_eqx_module
 from .compare import is_hole, structure_with_holes
-from .parts import dtype_of, layer_path, layers_of, owners_of, Part
+from .parts import is_inexact, layers_of, owners_of, Part, paths_of
 from .walk import is_array, kinds_of, leaves, Visit
 
 
@@ -173,11 +172,7 @@ class _Trainable(Combinator):
 
 def _trainable(tree: PyTree) -> Predicate:
     is_parameter = bind(Parameter, tree)
-    return lambda part: (
-        is_parameter(part)
-        and jnp.issubdtype(dtype_of(part), jnp.inexact)
-        and not part.frozen
-    )
+    return lambda part: is_parameter(part) and is_inexact(part) and not part.frozen
 
 
 trainable: Filter = _Trainable(_trainable)
@@ -404,10 +399,8 @@ def marker(visit: Visit) -> Any:
     A NumPy array of paths: that of the array, or in a stack one for each layer. It can
     be sliced, because `where` may select layers: `lambda m: m.blocks[0]`.
     """
-    paths = np.empty([n for _, n in visit.context.stacks], dtype=object)
-    for index in np.ndindex(paths.shape):
-        paths[index] = layer_path(visit.path, visit.context.stacks, index)
-    return paths
+    sizes = [n for _, n in visit.context.stacks]
+    return np.fromiter(paths_of(visit), dtype=object).reshape(sizes)
 
 
 def is_marker(x: Any) -> bool:

@@ -83,11 +83,6 @@ def owners_of(part: Part) -> tuple[type, ...]:
     return part._visit.context.owners
 
 
-def dtype_of(part: Part) -> Any:
-    """The dtype of an array, without slicing it."""
-    return part._visit.node.dtype
-
-
 def part_of(visit: Visit) -> Part | None:
     """The `Part` for a leaf of a walk; `None` if the leaf is not an array."""
     return Part(visit) if is_array(visit.node) else None
@@ -95,7 +90,8 @@ def part_of(visit: Visit) -> Part | None:
 
 def is_inexact(part: Part) -> bool:
     """Whether a part is a floating or complex array."""
-    return jnp.issubdtype(part.value.dtype, jnp.inexact)
+    dtype = part._visit.node.dtype  # `value` would slice a stack
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def parts(tree: PyTree) -> list[Part]:
@@ -215,9 +211,8 @@ def is_in_a_layer() -> bool:
 
 
 def indices(stacks: Stacks) -> list[Index]:
-    """The indices of all layers of nested stacks, in order; empty without a stack."""
-    sizes = [range(n) for _, n in stacks]
-    return list(itertools.product(*sizes)) if sizes else []
+    """The indices of all layers of nested stacks, in order; `()` without a stack."""
+    return [*itertools.product(*(range(n) for _, n in stacks))]
 
 
 def layer_path(path: KeyPath, stacks: Stacks, index: Index) -> KeyPath:
@@ -231,8 +226,7 @@ def layer_path(path: KeyPath, stacks: Stacks, index: Index) -> KeyPath:
 def paths_of(visit: Visit) -> list[KeyPath]:
     """The key path of a node; in a stack, its path in each layer."""
     stacks = visit.context.stacks
-    found = [layer_path(visit.path, stacks, index) for index in indices(stacks)]
-    return found or [visit.path]
+    return [layer_path(visit.path, stacks, index) for index in indices(stacks)]
 
 
 def without_axis(stack: Any) -> Visit | None:
