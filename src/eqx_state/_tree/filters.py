@@ -3,7 +3,7 @@
 import itertools
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Final, NoReturn, TypeAlias
 
 import equinox as eqx
@@ -83,9 +83,6 @@ def bind_to_visits(
     filters: tuple[Filter, ...], tree: PyTree
 ) -> Callable[[Visit], bool]:
     """`bind_all` for the leaves of a walk, which need not be arrays."""
-    if len(filters) == 1 and is_kind(filters[0]):  # without a `Part` for each leaf
-        (kind,) = filters
-        return lambda visit: visit.is_a(kind)
     predicate = bind_all(filters, tree)
     return lambda visit: is_array(visit.node) and predicate(Part(visit))
 
@@ -103,22 +100,19 @@ def first_matches(
         numbers = {kind: _first_kind(kind, alternatives) for kind in {*kinds}}
         return [numbers[kind] for kind in kinds]
     predicates = [bind_to_visits(filters, tree) for filters in alternatives]
-    found: list[int] = []
-    for visit in leaves(tree):
-        for i, is_selected in enumerate(predicates):
-            if is_selected(visit):
-                found.append(i)
-                break
-        else:
-            found.append(-1)
-    return found
+    return [_first(matches(visit) for matches in predicates) for visit in leaves(tree)]
 
 
 def _first_kind(kind: Kind | None, alternatives: Sequence[tuple[Any, ...]]) -> int:
-    for i, filters in enumerate(alternatives):
-        if kind and all(issubclass(kind, f) for f in filters or (TreePart,)):
-            return i
-    return -1
+    return _first(
+        kind is not None and all(issubclass(kind, f) for f in filters or (TreePart,))
+        for filters in alternatives
+    )
+
+
+def _first(answers: Iterable[bool]) -> int:
+    """The index of the first answer that is true, or -1."""
+    return next((i for i, answer in enumerate(answers) if answer), -1)
 
 
 class Combinator:
