@@ -16,10 +16,12 @@ from ._kinds.kinds import Buffer, is_kind, Parameter
 from ._state.lazy import check_not_a_class, check_ready
 from ._tree.base import is_eqx_module
 from ._tree.compare import is_hole, leaves_like
-from ._tree.filters import bind_to_visits, check_filter, Filter
+from ._tree.filters import check_filter, Filter
 from ._tree.followers import AbstractPerParameter
 from ._tree.keys import copied
+from ._tree.parts import is_inexact
 from ._tree.rules import check_names, nothing_selected
+from ._tree.select import mask
 from ._tree.walk import copy_tree, is_array, leaves
 from ._typing import PyTree
 
@@ -196,13 +198,7 @@ class Ema(AbstractPerParameter):
     def _split(self, model: PyTree) -> tuple[PyTree, PyTree]:
         """The arrays to average, and copies of the rest, which survive donation."""
         check_ready(model)
-        is_selected = bind_to_visits((self.on,), model)
-        is_averaged = [
-            is_selected(v) and jnp.issubdtype(v.node.dtype, jnp.inexact)
-            for v in leaves(model)
-        ]
-        mask = jtu.tree_unflatten(jtu.tree_structure(model), is_averaged)
-        params, rest = eqx.partition(model, mask)
+        params, rest = eqx.partition(model, mask(model, self.on, is_inexact))
         return params, jtu.tree_map(lambda x: copied(x) if is_array(x) else x, rest)
 
     def _check_initialized(self, what: str) -> tuple[Any, ...]:
