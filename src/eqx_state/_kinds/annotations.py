@@ -7,9 +7,10 @@ import dataclasses
 import inspect
 import re
 import sys
+import traceback
 import typing
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Any, ForwardRef, NamedTuple
 
@@ -260,7 +261,7 @@ def remember_statement(cls: type) -> None:
     # function's own frame in `stack`, a reference cycle.)
     written = own_annotations(cls), cls.__dict__.get("__orig_bases__")
     names = set(re.findall(r"\w+", repr(written)))
-    stack = [*_frames(sys._getframe(1))]
+    stack = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
     # Metaclasses, decorators and `__init_subclass__` run above the statement.
     start = next((i for i, x in enumerate(stack) if _contains(x, cls)), len(stack))
     around = _enclosing(stack[start:])
@@ -285,12 +286,6 @@ def remember_statement(cls: type) -> None:
     # Do not take a global of the same name instead.
     for name in names & hidden:
         statement.local.setdefault(name, Missing)
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _is_in_module(frame: FrameType, cls: type) -> bool:

@@ -244,9 +244,8 @@ class Spec(NamedTuple):
         each = self.each or NOTHING
         # In `list[A] | tuple[B, C]`, `items` are for tuples only. In `tuple[B, C]`
         # alone, they also apply to a list in the field.
-        if not self.items or not (isinstance(node, tuple) or each is NOTHING):
-            return each
-        has_item = index is not None and index < len(self.items)
+        is_tuple = isinstance(node, tuple) or each is NOTHING
+        has_item = is_tuple and index is not None and index < len(self.items)
         return self.items[index] if has_item else each
 
 
