@@ -102,11 +102,9 @@ def leaves(
     return [v for v in walk(tree, path, context, is_leaf) if v.is_leaf]
 
 
-def modules_in(
-    tree: PyTree, path: KeyPath = (), context: Context = ROOT
-) -> Iterator[Visit]:
+def modules_in(tree: PyTree) -> Iterator[Visit]:
     """Every `es.Module` in the tree, parents first."""
-    return (v for v in walk(tree, path, context) if is_module(v.node))
+    return (v for v in walk(tree) if is_module(v.node))
 
 
 def map_leaves(
