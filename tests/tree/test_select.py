@@ -182,14 +182,6 @@ def test_the_error_shows_small_structures_in_full_and_large_ones_by_their_keys()
             es.update(expected, other)
 
 
-def test_arrays_by_name_are_not_a_partial():
-    model = make_model()
-    with pytest.raises(
-        ValueError, match=r"`Model`.*es\.load_state_dict\(model, arrays\)"
-    ):
-        es.update(model, es.state_dict(model))
-
-
 def test_different_auxiliary_data_of_a_node_is_a_different_structure():
     sin, cos = ({"f": [jax.tree_util.Partial(f, ONE)]} for f in (jnp.sin, jnp.cos))
     with pytest.raises(ValueError, match=r"es\.update.*first at `\['f'\]\[0\]`:"):

@@ -182,8 +182,6 @@ def _put_back(tree: Tree, partials: tuple[Any, ...]) -> Tree:
     visits = leaves(tree, is_leaf=is_hole)
     for i, partial in enumerate(partials):
         which = "The partial" if len(partials) == 1 else f"Partial number {i}"
-        if type(partial) is dict and is_eqx_module(tree):
-            raise ValueError(_BY_NAME.format(which, type(tree).__name__))
         given = leaves_like(tree, partial, f"`es.update`: {which}")
         raw = jtu.tree_leaves(partial, is_leaf=is_hole)
         for visit, x in zip(visits, raw, strict=True):
@@ -394,8 +392,7 @@ def replace(module: Any, **fields: Any) -> Any:
     for name in fields:
         if not _has(module, name):
             cls = type(module).__qualname__
-            cure = "" if name.isidentifier() else _DEEPER.format(name)
-            raise TypeError(f"`{cls}.replace`: there is no field `{name}`.{cure}")
+            raise TypeError(f"`{cls}.replace`: there is no field `{name}`.")
     new = copy_tree(module)
     for name, value in fields.items():
         _assign(new, name, value)
@@ -427,12 +424,6 @@ change as it is: `return module`."""
 
 _A_LAYER: Final = """`es.configure`: `{0}` is a layer, `{1}`, in `{2}`, and not a \
 number. Name an attribute of the layer, such as `p=0.1` of a dropout."""
-
-_DEEPER: Final = """ Only fields of the module itself can be replaced. Deeper in it: \
-`eqx.tree_at(lambda m: m.{}, model, value)`."""
-
-_BY_NAME: Final = """`es.update`: {} is a dict, and differs in structure from the \
-tree, a `{}`. To load arrays by name: `es.load_state_dict(model, arrays)`."""
 
 _NO_FILTER: Final = """`es.map` needs `on=`, the filter for the leaves to map: \
 `es.map(f, tree, on=es.Parameter)`. An average of all arrays, for example, would \
