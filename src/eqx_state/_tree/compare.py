@@ -63,13 +63,14 @@ def same_modes(tree: Tree) -> Tree:
         if isinstance(module, OnlyInScope):
             module._eqx_state_leave()
         if is_module(module):
-            flags = {"training": True, "frozen": False}
-            flags |= {INIT_DONE: False, FROZEN_PATHS: ()}
-        else:
-            flags = {"inference": None} if has_inference(module) else {}
-        for name, value in flags.items():
-            object.__setattr__(module, name, value)
+            for name, value in _MODE.items():
+                object.__setattr__(module, name, value)
+        elif has_inference(module):
+            object.__setattr__(module, "inference", None)
     return tree
+
+
+_MODE: Final = {"training": True, "frozen": False, INIT_DONE: False, FROZEN_PATHS: ()}
 
 
 def leaves_like(tree: PyTree, other: PyTree, what: str) -> list[Any]:
