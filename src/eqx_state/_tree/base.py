@@ -55,11 +55,6 @@ def step_to(node: Any, key: Any) -> Step:
     return keystr((key,)), len(node) if is_index else 0
 
 
-def name_of_steps(path: Steps) -> str:
-    """A path of steps as it is printed."""
-    return "".join(name for name, _ in path)
-
-
 # The field that `eqx.nn.inference_mode` replaces in every `es.Module`.
 INFERENCE: Final = "_eqx_state_inference"
 

@@ -21,7 +21,6 @@ from .base import (
     FrozenPaths,
     is_eqx_module,
     is_module,
-    name_of_steps,
     sorted_frozen_paths,
     Step,
     step_to,
@@ -88,7 +87,8 @@ class Context(NamedTuple):
         there = set(steps)
         for path, _ in self.frozen_paths:
             if path[0] not in there:
-                return self._replace(lost=(name, name + name_of_steps(path)))
+                below = "".join(step for step, _ in path)
+                return self._replace(lost=(name, name + below))
         return self
 
     def fields_of(self, cls: type, names: list[str]) -> "list[Context]":

@@ -75,8 +75,7 @@ def _of_layers(predicate: Predicate, filter: Filter) -> Predicate:
 
 def bind_all(filters: tuple[Filter, ...], tree: PyTree) -> Predicate:
     """The predicate of `es.filter`. Without filters: whether the array has a kind."""
-    predicates = [bind(f, tree) for f in filters or (TreePart,)]
-    return lambda part: all(p(part) for p in predicates)
+    return _all_of(tree, *(filters or (TreePart,)))
 
 
 def bind_to_visits(
