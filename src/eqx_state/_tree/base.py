@@ -110,6 +110,9 @@ class Placeholder:
 INIT_DONE: Final = "_eqx_state_module_init_done"
 FROZEN_PATHS: Final = "_eqx_state_frozen_paths"
 
+# All static fields of an `es.Module`, and their values in a new one.
+FLAGS: Final = {"training": True, "frozen": False, INIT_DONE: False, FROZEN_PATHS: ()}
+
 
 def _inference_node(training: bool) -> list[Any]:
     """The value of the field `INFERENCE`: as true as Equinox's flag, without leaves.
@@ -182,10 +185,8 @@ class BaseModule(CanBeUnbuilt, metaclass=_ModuleMeta):
         # A dataclass does not store `init=False` defaults on the instance, so the
         # treedef of a new module would differ from that of an unflattened one.
         object.__setattr__(self, INFERENCE, _inference_node(True))
-        object.__setattr__(self, "training", True)
-        object.__setattr__(self, "frozen", False)
-        object.__setattr__(self, INIT_DONE, False)
-        object.__setattr__(self, FROZEN_PATHS, ())
+        for name, value in FLAGS.items():
+            object.__setattr__(self, name, value)
         return self
 
     def module_init(self, key: Any) -> None:
@@ -210,9 +211,6 @@ def is_module(x: Any) -> TypeGuard[BaseModule]:
 def is_eqx_module(x: Any) -> TypeGuard[eqx.Module]:
     """Whether `x` is any Equinox module."""
     return eqx.Module in type(x).__mro__
-
-
-FLAGS: Final = ("training", "frozen", INIT_DONE, FROZEN_PATHS)
 
 
 def ownership_of(module: eqx.Module) -> Any:

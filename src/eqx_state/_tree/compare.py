@@ -10,10 +10,9 @@ import jax.tree_util as jtu
 from .._kinds.kinds import State
 from .._typing import KeyPath, PyTree, Tree
 from .base import (
-    FROZEN_PATHS,
+    FLAGS,
     has_inference,
     INFERENCE,
-    INIT_DONE,
     is_eqx_module,
     is_module,
     OnlyInScope,
@@ -63,14 +62,11 @@ def same_modes(tree: Tree) -> Tree:
         if isinstance(module, OnlyInScope):
             module._eqx_state_leave()
         if is_module(module):
-            for name, value in _MODE.items():
+            for name, value in FLAGS.items():
                 object.__setattr__(module, name, value)
         elif has_inference(module):
             object.__setattr__(module, "inference", None)
     return tree
-
-
-_MODE: Final = {"training": True, "frozen": False, INIT_DONE: False, FROZEN_PATHS: ()}
 
 
 def leaves_like(tree: PyTree, other: PyTree, what: str) -> list[Any]:
