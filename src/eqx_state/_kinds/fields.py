@@ -9,7 +9,7 @@ import re
 import sys
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
 import equinox as eqx
@@ -187,11 +187,11 @@ def _declaration(cls: type, name: str, names: dict[type, Names]) -> Spec:
     If that class declares no kind, the nearest base that does decides the kind.
     """
     owners = _owners(cls, name)
-    nearest = _own_declaration(cls, owners[0], name, names)
-    if nearest.has_kind or _is_static(owners[0], name):
+    nearest = _own_declaration(owners[0], name, names)
+    if nearest.has_kind or _metadata(owners[0], name).get("static", False):
         return nearest
     for base in owners[1:]:
-        kept = _own_declaration(cls, base, name, names)
+        kept = _own_declaration(base, name, names)
         if kept.has_kind:
             merged = merge([nearest, kept])
             # The axes of the array, and whether a name is undefined, are said anew.
@@ -201,14 +201,10 @@ def _declaration(cls: type, name: str, names: dict[type, Names]) -> Spec:
     return nearest
 
 
-def _own_declaration(
-    cls: type, owner: type, name: str, names: dict[type, Names]
-) -> Spec:
-    """The declaration of a field of `cls` in the body of `owner` alone."""
+def _own_declaration(owner: type, name: str, names: dict[type, Names]) -> Spec:
+    """The declaration of a field in the body of `owner` alone."""
     spec = parse(own_annotations(owner).get(name, Any), names[owner])
-    fields = getattr(cls, "__dataclass_fields__", {})
-    fields = owner.__dict__.get("__dataclass_fields__", fields)
-    kind = fields[name].metadata.get(KIND) if name in fields else None
+    kind = _metadata(owner, name).get(KIND)
     if kind is None:
         return spec
     if spec.kind not in (None, kind):
@@ -224,9 +220,10 @@ def _owners(cls: type, name: str) -> list[type]:
     return [c for c in bases if name in own_annotations(c)] or [cls]
 
 
-def _is_static(owner: type, name: str) -> bool:
+def _metadata(owner: type, name: str) -> Mapping[str, Any]:
+    """The metadata of a field, as `owner` itself declares it."""
     field = owner.__dict__.get("__dataclass_fields__", {}).get(name)
-    return field is not None and field.metadata.get("static", False)
+    return {} if field is None else field.metadata
 
 
 def declared_inside(cls: type, spec: Spec) -> dict[str, Spec]:
