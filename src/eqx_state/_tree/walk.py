@@ -231,13 +231,6 @@ def occurs_twice(modules: list[Any]) -> bool:
 _Step = Callable[[Any, KeyPath, Context], None]
 
 
-class _Absent:
-    """A sentinel for a field that is not set yet, while `__init__` runs."""
-
-
-_ABSENT: Final = _Absent()
-
-
 class _Walk:
     """One walk, with a cache of the step for each class of nodes.
 
@@ -256,7 +249,7 @@ class _Walk:
         """
         self.found: list[Any] = []
         self.is_leaf, self.only_contexts = is_leaf, only_contexts
-        self.steps: dict[type, _Step] = {_Absent: self.hole}
+        self.steps: dict[type, _Step] = {}
 
     def run(self, tree: PyTree, path: KeyPath, context: Context) -> list[Any]:
         self.first(tree, path, context)
@@ -377,9 +370,10 @@ class _Walk:
                 if not inside.frozen_paths:
                     known[key] = found
             for name, field, below in found[1]:
-                child = values.get(name, _ABSENT)
-                child_path = path if only_contexts else (*path, field)
-                steps.get(type(child), first)(child, child_path, below)
+                if name in values:  # not yet, while `__init__` runs
+                    child = values[name]
+                    child_path = path if only_contexts else (*path, field)
+                    steps.get(type(child), first)(child, child_path, below)
 
         return step
 
