@@ -328,8 +328,11 @@ def run_in_program(f: Callable[..., Any], *args: Any) -> Any:
 
 def jaxpr_of(jitted: Any, *args: Any) -> Any:
     """The jaxpr of `jitted` for these arguments, or `None` if it is not available."""
-    # With `EQX_ON_ERROR=breakpoint` Equinox replaces `jax.jit` by a plain function.
-    return jitted.trace(*args).jaxpr if hasattr(jitted, "trace") else None
+    # With `EQX_ON_ERROR=breakpoint`, Equinox replaces `jax.jit` by a plain function;
+    # with `jax_disable_jit` there is no program, and JAX would trace again.
+    config: Any = jax.config
+    has_program = hasattr(jitted, "trace") and not config.jax_disable_jit
+    return jitted.trace(*args).jaxpr if has_program else None
 
 
 def params_of(equation: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from .._transforms.reach import check_given, owned_in
 from .._transforms.transform import is_wrapper_of_equinox, layer_of
 from .._tree.base import is_eqx_module, keystr, ownership_of
 from .._tree.walk import name_of
-from .options import Options
+from .options import Donate
 from .results import Output, Result
 from .static import is_hashable, key_of_treedef, typed
 
@@ -94,19 +94,18 @@ class JitCall:
         kwargs: dict[str, Any],
         is_array: Callable[[Any], bool] = eqx.is_array,
     ):
-        self.given, self.is_array = (f, *args, *kwargs.values()), is_array
-        self.origin = origin_of(f)
+        self.is_array, self.origin = is_array, origin_of(f)
         self.lifted = Lifted(f, (args, kwargs))
         self.tree = f, *self.lifted.arguments
         self.leaves, self.treedef = jtu.tree_flatten(self.tree, is_leaf=is_owned)
 
-    def inside(self) -> list[Any]:
+    def owned_arrays(self) -> list[Any]:
         """The arrays of the owned modules."""
         return list(filter(self.is_array, self.lifted.values.values()))
 
     def arrays(self) -> list[Any]:
         """The arrays that are traced."""
-        return [*filter(self.is_array, self.leaves), *self.inside()]
+        return [*filter(self.is_array, self.leaves), *self.owned_arrays()]
 
     def place(self, number: int) -> str:
         """The place of a leaf, in JAX's words."""
@@ -116,20 +115,24 @@ class JitCall:
             return name_of(tuple(below)) or "the function"
         return ("args", "kwargs")[which.idx - 1] + keystr(tuple(below))
 
-    def donated(self, options: Options) -> list[int]:
+    def donated(self, donate: Donate) -> list[int]:
         """The positions of the donated arrays."""
+        if donate == "none":
+            return []
         f, args, _ = self.tree
         leaves = [
             jtu.tree_leaves(x, is_leaf=is_owned) for x in (f, args[:1], self.tree)
         ]
         start, first, every = (sum(map(self.is_array, x)) for x in leaves)
-        return [i for i in range(every) if options.donates(0 <= i - start < first)]
+        kept = range(start, start + first) if donate.endswith("first") else ()
+        return [i for i in range(every) if i not in kept]
 
     def trace(self, *arrays: Any) -> Result:
         """Run the call on these arrays, in the active trace."""
         # Check only while tracing: to walk the model in each call would be slow. The
         # `tree_unflatten` below would turn a repeated module into two.
-        check_given(*self.given, may_initialize=True)
+        f, (args, kwargs) = self.lifted.given
+        check_given(f, *args, *kwargs.values(), may_initialize=True)
         rest = iter(arrays)
         leaves = [next(rest) if self.is_array(x) else x for x in self.leaves]
         values = {
@@ -140,8 +143,8 @@ class JitCall:
         ran = self.lifted.run(values, f, args, kwargs)
         if self.lifted.roots:
             self._check_static(ran.out)
-        inside = filter(eqx.is_array, values.values())
-        output = Output(ran.out, inside, self.origin)
+        owned = filter(eqx.is_array, values.values())
+        output = Output(ran.out, owned, self.origin)
         return Result(ran._replace(out=output.arrays(ran.out)), output)
 
     def _check_static(self, out: Any) -> None:
@@ -158,7 +161,8 @@ class JitCall:
     def finish(self, result: Result) -> Any:
         """The output of the call, after its writes to the owned modules."""
         self.lifted.commit(result.ran)
-        return result.output.put(result.ran.out, self.inside(), is_any_open())
+        # In a scope every call flattens its arguments, so no module stays unbuilt.
+        return result.output.put(result.ran.out, self.owned_arrays(), is_any_open())
 
 
 _HOLDS_OWNED: Final = """A function under `es.jit` returned a function or an object \
@@ -192,19 +196,19 @@ def cache_key_of(call: JitCall) -> tuple[Any, ...]:
     def static(x: Any) -> Any:
         return _ORIGIN if x is call.origin else typed(x)
 
-    def leaf(x: Any, name: Callable[[], str]) -> Any:
+    def leaf(x: Any, name: Callable[[int], str], number: int) -> Any:
         if is_owned(x):
             return inside[id(x)]
         if call.is_array(x):
             return _ARRAY
         if not is_hashable(x):
-            raise TypeError(_NO_HASH.format(name(), an(type(x).__name__)))
+            raise TypeError(_NO_HASH.format(name(number), an(type(x).__name__)))
         return static(x)
 
     roots = []
     for root in lifted.roots:
         statics = tuple(
-            leaf(x, ft.partial(lifted.name, slot))
+            leaf(x, lifted.name, slot)
             for slot, x in zip(root.slots, root.traversal.leaves, strict=True)
         )
         whose = lifted.scopes.index(root.ownership.scope)
@@ -213,7 +217,7 @@ def cache_key_of(call: JitCall) -> tuple[Any, ...]:
         roots.append((nodes, statics, ownership))
     return (
         key_of_treedef(call.treedef, static),
-        tuple(leaf(x, ft.partial(call.place, i)) for i, x in enumerate(call.leaves)),
+        tuple(leaf(x, call.place, i) for i, x in enumerate(call.leaves)),
         tuple(roots),
         tuple(inside[id(module)] for module in lifted.reached),
         tuple(scope.cache_key for scope in lifted.scopes),

@@ -6,14 +6,13 @@ from typing import Any, Concatenate, Final, overload, ParamSpec, Protocol, TypeV
 
 import equinox as eqx
 
-from .._compat import hide_frames, PROGRAM_ERRORS
+from .._compat import hide_frames
 from .._transforms.transform import Bound, Transform, unbound, wrap
 from .._tree.walk import is_array
 from .._typing import P, R
 from .call import bind, cache_key_of, JitCall
-from .checks import raise_failed_check, unlogged, wait
-from .options import checked, Donate, Options
-from .programs import programs_of
+from .options import Donate, Options, options_of
+from .programs import Program, programs_of
 
 
 _Q = ParamSpec("_Q")
@@ -47,8 +46,8 @@ class _Jit(Transform):
         arguments of the same structure and static values.
         """
         call = JitCall(self.f, *bind(self.f, args, kwargs), is_array)
-        lowered = programs_of(self.f, self.options).of(call).lower(call)
-        return Lowered(lowered, self.f, cache_key_of(call))
+        program = programs_of(self.f, self.options).of(call)
+        return Lowered(program.lower(call), self.f, program)
 
     def clear_cache(self) -> None:
         """Drop the compiled programs: the next call traces and compiles anew."""
@@ -58,8 +57,8 @@ class _Jit(Transform):
 class _Stage:
     """A lowered or compiled program, with all attributes of JAX's own object for it."""
 
-    def __init__(self, stage: Any, f: Any, key: Any):
-        self._stage, self._f, self._key = stage, f, key
+    def __init__(self, stage: Any, f: Any, program: Program):
+        self._stage, self._f, self._program = stage, f, program
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # `copy` looks up names before there is a stage
@@ -73,7 +72,7 @@ class Lowered(_Stage):
     def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
         """The compiled program. Arguments as for `jax.stages.Lowered.compile`."""
         compiled = self._stage.compile(*args, **kwargs)
-        return Compiled(compiled, self._f, self._key)
+        return Compiled(compiled, self._f, self._program.of_stage(compiled))
 
 
 class Compiled(_Stage):
@@ -82,22 +81,13 @@ class Compiled(_Stage):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The result for arguments of the structure and static values of `lower`."""
         call = JitCall(self._f, *bind(self._f, args, kwargs))
-        if cache_key_of(call) != self._key:
+        if cache_key_of(call) != self._program.key:
             raise TypeError(
                 "A program compiled by `es.jit(f).lower(...).compile()` was called with"
                 " a different structure or different static values. Lower again, or"
                 " call `es.jit(f)`, which recompiles if necessary."
             )
-        arrays = call.arrays()
-        try:
-            with unlogged():
-                result = self._stage(*arrays)
-                if result.output.callbacks:
-                    wait(result.output.callbacks, arrays, result)
-        except PROGRAM_ERRORS as error:
-            raise_failed_check(error)
-            raise
-        return call.finish(result)
+        return call.finish(self._program(call.arrays(), lambda: call))
 
 
 _NO_FUNCTION: Final[Any] = object()  # `jit(None)` is an error
@@ -202,7 +192,7 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) ->
         assert y == 6.0 and model.count == 3
         ```
     """
-    options = checked(donate, jit_kwargs)
+    options = options_of(donate, jit_kwargs)
     if f is _NO_FUNCTION:
         return ft.partial(jit, donate=donate, **jit_kwargs)
     return wrap(_Jit, f, options=options)

@@ -27,12 +27,6 @@ class Options:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Options) and self._key == other._key
 
-    def donates(self, is_first: bool) -> bool:
-        """Whether to donate arrays in the first argument (`is_first`), or in others."""
-        return self.donate != "none" and not (
-            is_first and self.donate.endswith("first")
-        )
-
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """Suppress JAX's warning about unusable donated arrays, for `"all..."`."""
@@ -47,7 +41,7 @@ class Options:
 _NOT_USABLE: Final = "Some donated buffers were not usable"
 
 
-def checked(donate: Any, for_jax: dict[str, Any]) -> Options:
+def options_of(donate: Any, for_jax: dict[str, Any]) -> Options:
     """The user's options, checked."""
     if donate not in _WORDS:
         words = ", ".join(map(repr, _WORDS))

@@ -6,6 +6,7 @@ All arrays of a call are traced; the rest is its *cache key*. Each key has one
 """
 
 import contextlib
+import copy
 import inspect
 import threading
 import types
@@ -48,7 +49,7 @@ class Program:
     argument, which JAX hashes and compares in Python on every call.
     """
 
-    def __init__(self, call: JitCall, options: Options):
+    def __init__(self, key: Any, call: JitCall, options: Options):
         running = _Running()
 
         def run(*arrays: Any) -> Result:
@@ -59,8 +60,9 @@ class Program:
             return run_in_program(new_call().trace, *arrays)
 
         _name_like(run, call.origin)
-        donated = call.donated(options)
-        self.jitted = jax.jit(run, donate_argnums=donated, **options.for_jax)
+        donated = call.donated(options.donate)
+        self.jitted: Any = jax.jit(run, donate_argnums=donated, **options.for_jax)
+        self.key = key
         self.running = running
         self.can_raise = False
 
@@ -74,8 +76,8 @@ class Program:
                 if self.can_raise:
                     stack.enter_context(unlogged())
                 result = self.jitted(*arrays)
-                if result.output.callbacks is None:  # JAX has traced
-                    self._find_callbacks(result.output, arrays)
+                if result.output.callbacks is None:  # the first run after a trace
+                    self._find_callbacks(result.output, jaxpr_of(self.jitted, *arrays))
                 if result.output.callbacks:
                     wait(result.output.callbacks, arrays, result)
                 return result
@@ -94,11 +96,8 @@ class Program:
             finally:
                 self.running.now = before
 
-    def _find_callbacks(self, output: Output, arrays: Sequence[Any]) -> None:
-        """Find out whether a program that JAX has just compiled can raise."""
-        # With `jax_disable_jit` there is no program, and JAX would trace again.
-        config: Any = jax.config
-        jaxpr = None if config.jax_disable_jit else jaxpr_of(self.jitted, *arrays)
+    def _find_callbacks(self, output: Output, jaxpr: Any) -> None:
+        """Find out whether the program with this jaxpr and output can raise."""
         output.callbacks = callbacks_in(jaxpr)
         self.can_raise |= bool(output.callbacks)
 
@@ -106,8 +105,14 @@ class Program:
         """Lower the program for a call, as `jax.jit(f).lower` does."""
         with self._tracing(lambda: call):
             traced = self.jitted.trace(*call.arrays())
-        traced.out_info.output.callbacks = callbacks_in(traced.jaxpr)
+        self._find_callbacks(traced.out_info.output, traced.jaxpr)
         return traced.lower()
+
+    def of_stage(self, compiled: Any) -> "Program":
+        """This program, as `lower` and JAX's `compile` have compiled it."""
+        new = copy.copy(self)
+        new.jitted = compiled
+        return new
 
 
 def _name_like(run: Any, origin: Any) -> None:
@@ -171,8 +176,7 @@ class Programs:
         form = None if is_any_open() else form_of_call(f, args, kwargs)
         if form is not None and (plan := self._plan(form)) is not None:
             result = plan.program(form.arrays, lambda: JitCall(f, args, kwargs))
-            # No scope is open, so there are no arrays of owned modules.
-            return result.output.put(result.ran.out, [], False)
+            return result.output.put(result.ran.out)  # no module is owned
         return self._slowly(f, args, kwargs, form)
 
     def _plan(self, form: Form) -> Plan | None:
@@ -202,7 +206,7 @@ class Programs:
         """The program for a call."""
         key = cache_key_of(call)
         found = self.by_key.get(key)
-        return found or self.by_key.setdefault(key, Program(call, self.options))
+        return found or self.by_key.setdefault(key, Program(key, call, self.options))
 
     def clear(self) -> None:
         """Drop the programs."""

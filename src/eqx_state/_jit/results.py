@@ -35,15 +35,15 @@ class Result(NamedTuple):
 class Output:
     """The static part of a program's output, which makes the output of each call.
 
-    `inside`: the arrays of the owned modules. If the function returns one of them
+    `owned`: the arrays of the owned modules. If the function returns one of them
     unchanged, the call returns the caller's array and not a copy. Otherwise assigning a
     returned module, `self.layer = layer`, would count as a write to its parameters.
     """
 
-    def __init__(self, out: Any, inside: Iterable[Any], origin: Any):
+    def __init__(self, out: Any, owned: Iterable[Any], origin: Any):
         leaves, treedef = jtu.tree_flatten(out)
-        # For each array its number in `inside`, or `None` if it is new.
-        numbers = {id(x): i for i, x in enumerate(inside)}
+        # For each array its number in `owned`, or `None` if it is new.
+        numbers = {id(x): i for i, x in enumerate(owned)}
         self.kept = [numbers.get(id(x)) for x in leaves if eqx.is_array(x)]
         slots = [SLOT if eqx.is_array(x) else x for x in leaves]
         # Copies, because the user may change a list in place after the trace.
@@ -53,7 +53,7 @@ class Output:
             slots, treedef = _with_own_statics(slots, treedef)
             tree = treedef.unflatten(slots)
         self.leaves, self.treedef = _with_recipes(tree, origin)
-        # Set after the first run of the program; `None` before.
+        # Those that can raise: known after the first run of the program.
         self.callbacks: frozenset[str] | None = None
 
     def arrays(self, out: Any) -> list[Any]:
@@ -61,11 +61,13 @@ class Output:
         arrays = filter(eqx.is_array, jtu.tree_leaves(out))
         return [x for x, i in zip(arrays, self.kept, strict=True) if i is None]
 
-    def put(self, arrays: list[Any], inside: list[Any], at_once: bool) -> Any:
+    def put(
+        self, arrays: list[Any], owned: Sequence[Any] = (), at_once: bool = False
+    ) -> Any:
         """The output of the call. `at_once`: whether to leave no module unbuilt."""
-        if inside:
+        if owned:
             new = iter(arrays)
-            arrays = [next(new) if i is None else inside[i] for i in self.kept]
+            arrays = [next(new) if i is None else owned[i] for i in self.kept]
         leaves, treedef = self.leaves, self.treedef
         if self.copies_statics:
             leaves, treedef = _with_own_statics(leaves, treedef)
