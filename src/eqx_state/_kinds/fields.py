@@ -136,14 +136,6 @@ def declarations(cls: type, record: Record | None = None) -> dict[str, Spec]:
     return specs
 
 
-def forget_declarations(cls: type) -> None:
-    """Parse the annotations of a class again: it may have changed since its creation.
-
-    cloudpickle first creates a class without attributes, and then sets all of them.
-    """
-    _declared.pop(cls, None)
-
-
 def _keeps_fields(cls: type) -> bool:
     """Whether the pytree of a module class contains all of its fields.
 
@@ -257,6 +249,9 @@ def check_declarations(cls: type) -> None:
             place = f"`{cls.__qualname__}.{f.name}`"
             text = f"{place}, declared `{kind.__name__}` and static"
             raise TypeError(_STATIC.format(text))
+    # The class may not be complete: cloudpickle first creates a class without
+    # attributes, and then sets all of them. So parse it again at the first instance.
+    _declared.pop(cls, None)
 
 
 def is_class_var(annotation: Any) -> bool:

@@ -8,7 +8,6 @@ forward to functions of the same name.
 import dataclasses
 import functools as ft
 import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any, Self, TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from .._kinds.annotations import remember_statement
 from .._kinds.fields import (
     ArrayDefault,
     declarations,
-    forget_declarations,
     is_class_var,
     own_default,
 )
@@ -151,7 +149,6 @@ class Module(BaseModule):
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls, *args, **kwargs)
-        _check_finished(cls)
         declared = declarations(cls)
         # Set defaults here: if a user's `__init__` does not assign a field with a
         # default, Equinox leaves the field out of the pytree.
@@ -294,20 +291,8 @@ def _strong(f: dataclasses.Field[Any], cls: type, value: Any) -> Any:
     return value if has_converter else strengthen_field(cls, f.name, value)
 
 
-# Classes that have had an instance, so their definition was complete.
-_finished = weakref.WeakSet[type]()
-
-
-def _check_finished(cls: type) -> None:
-    """Raise `TypeError` if a class got fields after its creation, from cloudpickle."""
-    if cls not in _finished:
-        forget_declarations(cls)
-        declarations(cls)
-        _finished.add(cls)
-
-
 def _rebuild(cls: type, state: Any) -> Any:
-    _check_finished(cls)
+    declarations(cls)  # raises if the class got fields after its creation
     self = object.__new__(cls)
     # Look it up on the class: a user's `__getattr__` could fail on an instance without
     # fields.
