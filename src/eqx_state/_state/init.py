@@ -154,9 +154,8 @@ class InitScope(Scope):
     def allows(self, kind: type | None) -> bool:
         return True
 
-    def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
-        value = draw(value, self.key, path, context)
-        return super().accept(old, value, path, context)
+    def accept(self, value: Any, path: KeyPath, context: Context) -> Any:
+        return draw(value, self.key, path, context)
 
     # The new value may have any shape and dtype.
 

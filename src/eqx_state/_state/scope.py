@@ -15,14 +15,11 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Final, Self
 
-import jax.tree_util as jtu
-
 from .._compat import trace_state
 from .._errors import show
 from .._kinds.kinds import is_kind, State
 from .._tree.base import (
     BaseModule,
-    is_eqx_module,
     is_module,
     ownership_of,
     set_ownership,
@@ -178,18 +175,14 @@ class Scope:
         """Whether an array of this kind (`None`: any other leaf) may be written."""
         return kind is not None and issubclass(kind, self.kinds)
 
-    def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
-        """The value to store when `value` replaces `old`."""
-        if is_array(old) and is_array(value):  # most writes: nothing to flatten
-            return self.fit_leaf(old, value, path)
-        entries, structure = jtu.tree_flatten_with_path(value, is_leaf=is_eqx_module)
-        before, old_structure = jtu.tree_flatten(old, is_leaf=is_eqx_module)
-        if structure != old_structure:
-            before = [None] * len(entries)
-        pairs = zip(before, entries, strict=True)
-        return structure.unflatten(
-            self.fit_leaf(x, new, (*path, *below)) for x, (below, new) in pairs
-        )
+    def owns(self, x: Any) -> bool:
+        """Whether `x` is an `es.Module` that this scope owns."""
+        ownership = ownership_of(x) if is_module(x) else None
+        return ownership is not None and ownership.scope is self
+
+    def accept(self, value: Any, path: KeyPath, context: Context) -> Any:
+        """The value to store when `value` is written. An `InitScope` draws it."""
+        return value
 
     def fit_leaf(self, old: Any, new: Any, path: KeyPath) -> Any:
         """`new` in the dtype that `old` has here; `ValueError` if it does not fit."""

@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from .._compat import is_in_trace, is_of_trace
 from .._errors import an, public_name, TraceError
 from .._kinds.kinds import kind_name
-from .._tree.base import BaseModule, FLAGS, is_module, ownership_of
+from .._tree.base import BaseModule, FLAGS, is_module
 from .._tree.compare import is_hole, same
 from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
@@ -24,11 +24,11 @@ from .._tree.unbuilt import fields_of
 from .._tree.walk import (
     is_array,
     leaves,
+    map_leaves,
     modules_in,
     name_of,
     traverse,
     Visit,
-    walk,
 )
 from .._typing import KeyPath
 from .scope import Ownership, Scope, scopes_open_here, structure_error
@@ -54,15 +54,15 @@ def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> No
     if is_static and not scope.allows(None):
         raise FrozenInstanceError(STATIC.format(where))
     old = fields_of(module).get(name)
-    value = scope.accept(old, value, path, context)
+    value = scope.accept(value, path, context)
     if is_array(old) and is_array(value):
         # An array for an array: no modules to adopt, no structure to compare.
-        new = to_strong(value)
+        new = to_strong(scope.fit_leaf(old, value, path))
         _check_kind(old, Visit(path, new, context, True), scope, where)
     else:
-        value = strengthen_field(cls, name, value)
-        _check_kinds(old, value, path, context, scope, where)
-        new = _as_owned(old, value, scope, path, context)
+        new = strengthen_field(cls, name, _fitted(old, value, path, scope))
+        _check_kinds(old, new, path, context, scope, where)
+        scope.take(traverse(new, path, context))
         # These modules are replaced on purpose. Forget writes to them, or the end of
         # the scope would report those writes as lost.
         for visit in modules_in(old):
@@ -72,30 +72,18 @@ def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> No
     scope.written[id(module)] = module, full_name
 
 
-def _belongs_to(x: Any, scope: Scope) -> bool:
-    ownership = ownership_of(x) if is_module(x) else None
-    return ownership is not None and ownership.scope is scope
-
-
-def _as_owned(
-    old: Any, value: Any, scope: Scope, path: KeyPath, context: Context
-) -> Any:
-    """`value` as a part of the private copy: the scope owns copies of its modules.
+def _fitted(old: Any, value: Any, path: KeyPath, scope: Scope) -> Any:
+    """A copy of `value` whose leaves fit in the places of those of `old`.
 
     Modules that the scope owns already are not copied.
     """
-    if all(visit.is_leaf for visit in walk(value)):
-        return value
-    before = dict(jtu.tree_flatten_with_path(old)[0])
+    before = {visit.path: visit.node for visit in leaves(old)}
 
-    def inside(below: KeyPath, x: Any) -> Any:
-        if _belongs_to(x, scope):
-            return x
-        return scope.fit_leaf(before.get(below), x, (*path, *below))
+    def fit(visit: Visit) -> Any:
+        old, new, where = before.get(visit.path), visit.node, (*path, *visit.path)
+        return new if scope.owns(new) else scope.fit_leaf(old, new, where)
 
-    new = jtu.tree_map_with_path(inside, value, is_leaf=lambda x: _belongs_to(x, scope))
-    scope.take(traverse(new, path, context))
-    return new
+    return map_leaves(fit, value, scope.owns)
 
 
 def _check_kinds(
@@ -107,7 +95,7 @@ def _check_kinds(
     the end of the scope raises.
     """
     before = {v.path: v.node for v in leaves(old, path, context, is_hole)}
-    for visit in leaves(new, path, context, lambda x: _belongs_to(x, scope)):
+    for visit in leaves(new, path, context, scope.owns):
         if not is_module(visit.node):
             # In the place of `None`, a new leaf is one that `init` should have made.
             above = (visit.path[:n] for n in range(len(path), len(visit.path)))
