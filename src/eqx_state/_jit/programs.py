@@ -18,7 +18,7 @@ from typing import Any, Final
 import jax
 
 from .._compat import jaxpr_of, PROGRAM_ERRORS, run_in_program
-from .._state.scope import is_any_open, is_open_here
+from .._state.scope import is_any_open, scopes_open_here
 from .._transforms.transform import with_origin_as_leaf
 from .call import cache_key_of, is_of_plain_object, JitCall, origin_of
 from .checks import callbacks_in, raise_failed_check, unlogged, wait
@@ -193,7 +193,7 @@ class Programs:
         # `init` creates fields, whose arrays a program could not return.
         if call.lifted.is_initializing:
             return f(*args, **kwargs)
-        if self.options.donate != "none" and is_open_here():
+        if self.options.donate != "none" and scopes_open_here():
             raise ValueError(_DONATED_IN_SCOPE.format(self.options.donate))
         program = self.of(call)
         result = program(call.arrays(), lambda: call)

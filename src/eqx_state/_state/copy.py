@@ -12,12 +12,15 @@ from typing import Any, Final, NamedTuple
 import jax.tree_util as jtu
 
 from .._compat import has_escaped
-from .._errors import TraceError
+from .._errors import show, TraceError
 from .._tree.base import is_module, ownership_of
 from .._tree.compare import check_apart, same
+from .._tree.dtypes import same_type, to_strong
+from .._tree.keys import is_key
 from .._tree.walk import (
     drop_cached,
     flatten,
+    is_array,
     leaves,
     occurs_twice,
     Traversal,
@@ -26,7 +29,7 @@ from .._tree.walk import (
 )
 from .codecs import snapshot
 from .marks import marked
-from .scope import is_owned, Scope
+from .scope import is_owned, Scope, structure_error
 from .shared import ScopedShared
 from .write import kind_at, kind_message
 
@@ -171,7 +174,8 @@ def _collect(owned: OwnedTree, after: Traversal) -> Collected:
     visits = [visit for visit in after.visits if visit.is_leaf]
     origins: Sequence[int | None] = range(len(visits))
     if after.structure != before.structure:
-        scope.reject_structure(before, tree)  # but not while `init` runs
+        if not scope.is_initializing:
+            raise structure_error(before.structure.unflatten(before.leaves), tree)
         known = [visit.path for visit in before.visits if visit.is_leaf]
         numbers = {path: k for k, path in enumerate(known)}
         origins = [numbers.get(visit.path) for visit in visits]
@@ -205,8 +209,22 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
         raise TraceError(_ESCAPED.format(visit.name))
     if not scope.allows(kind_at(visit)):
         raise FrozenInstanceError(kind_message(visit, visit.name, scope, old))
-    return scope.settle(old, new, visit.path)
+    new = to_strong(scope.fit_leaf(old, new, visit.path))
+    if not scope.is_initializing and is_array(old) and not same_type(old, new):
+        cure = _ONE_KEY if is_key(old) else _CONVERT
+        raise ValueError(_OTHER_TYPE.format(visit.name, show(old), show(new)) + cure)
+    return new
 
+
+_OTHER_TYPE: Final = """`{}` was changed from `{}` to `{}`. State keeps its shape and \
+dtype, because a change recompiles the step. """
+
+_CONVERT: Final = """Give the field its final shape and dtype when you construct the \
+model; or, if it loses nothing, convert the new value: \
+`value.astype(self.field.dtype)`."""
+
+_ONE_KEY: Final = """Keep one key, and draw from the other: `self.rng, key = \
+jax.random.split(self.rng)`."""
 
 _LOST: Final = """`{}` was written, but its module is no longer in the model, so the \
 write would be lost. If you replaced the module, write to its replacement, and assign \

@@ -26,7 +26,6 @@ from .._tree.walk import (
     is_array,
     modules_in,
     name_of,
-    Traversal,
     traverse,
     walk,
 )
@@ -157,16 +156,9 @@ class InitScope(Scope):
     def accept(self, value: Any, path: KeyPath, context: Context) -> Any:
         return draw(value, self.key, path, context)
 
-    # The new value may have any shape and dtype.
-
     def fit_leaf(self, old: Any, new: Any, path: KeyPath) -> Any:
+        # The new value may have any shape and dtype.
         return super().fit_leaf(None, new, path)
-
-    def settle(self, old: Any, new: Any, path: KeyPath) -> Any:
-        return super().settle(None, new, path)
-
-    def reject_structure(self, before: Traversal, after: Any) -> None:
-        pass  # it may change
 
     def note_write(self, module: BaseModule, name: str, old: Any, new: Any) -> None:
         is_static = name not in dynamic_names(type(module))

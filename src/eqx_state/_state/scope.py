@@ -16,7 +16,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Final, Self
 
 from .._compat import trace_state
-from .._errors import show
 from .._kinds.kinds import is_kind, State
 from .._tree.base import (
     BaseModule,
@@ -26,9 +25,8 @@ from .._tree.base import (
 )
 from .._tree.compare import difference
 from .._tree.context import Context
-from .._tree.dtypes import fit_leaf, same_type, to_strong
-from .._tree.keys import is_key
-from .._tree.walk import is_array, name_of, Traversal, traverse
+from .._tree.dtypes import fit_leaf
+from .._tree.walk import name_of, Traversal, traverse
 from .._typing import KeyPath
 from .codecs import Codec, Numpy, Shared, Tags
 from .observe import Observer, OBSERVING
@@ -63,11 +61,6 @@ def scopes_open_here() -> "list[Scope]":
     """The open scopes of this thread, the outermost first."""
     thread = threading.get_ident()
     return [scope for scope in [*_OPEN.values()] if scope.thread == thread]
-
-
-def is_open_here() -> bool:
-    """Whether this thread has an open scope."""
-    return bool(scopes_open_here())
 
 
 # The observers that record sown values. Each entry has the key of an observer, the path
@@ -192,19 +185,6 @@ class Scope:
             new = codec.write(old, new, path)
         return fit_leaf(old, new, name_of(path))
 
-    def settle(self, old: Any, new: Any, path: KeyPath) -> Any:
-        """The leaf of the new model that replaces `old` when the scope closes."""
-        new = to_strong(self.fit_leaf(old, new, path))
-        if is_array(old) and not same_type(old, new):
-            cure = _ONE_KEY if is_key(old) else _CONVERT
-            found = name_of(path), show(old), show(new)
-            raise ValueError(_OTHER_TYPE.format(*found) + cure)
-        return new
-
-    def reject_structure(self, before: Traversal, after: Any) -> None:
-        """Raise `ValueError` for a tree that has changed its structure."""
-        raise structure_error(before.structure.unflatten(before.leaves), after)
-
     def take(self, traversal: Traversal) -> bool:
         """Own the modules of a tree, as the codecs change them.
 
@@ -248,16 +228,6 @@ it, {}. Construct the model with the final structure of every field: zeros inste
 `None`, lists of the final length. Switch modes outside the call, by `train` and \
 `eval`. If a layer takes shapes from an input, initialize it first: `model = \
 model.init(42, x)`."""
-
-_OTHER_TYPE: Final = """`{}` was changed from `{}` to `{}`. State keeps its shape and \
-dtype, because a change recompiles the step. """
-
-_CONVERT: Final = """Give the field its final shape and dtype when you construct the \
-model; or, if it loses nothing, convert the new value: \
-`value.astype(self.field.dtype)`."""
-
-_ONE_KEY: Final = """Keep one key, and draw from the other: `self.rng, key = \
-jax.random.split(self.rng)`."""
 
 _OTHER_THREAD: Final = """This thread wrote state, or ran a transform of `es`, in a \
 scope of `es.mutable` that a different thread has opened. A scope and its private copy \

@@ -29,7 +29,7 @@ import jax.tree_util as jtu
 
 from .._errors import NotInitializedError, show, TraceError
 from .._state.copy import Collected, leave, OwnedTree
-from .._state.init import check_created, Created, InitScope
+from .._state.init import check_created, Created
 from .._state.lazy import check_initialized
 from .._state.observe import OBSERVING
 from .._state.scope import is_owned, own, Scope, Sown
@@ -111,7 +111,7 @@ class Lifted:
             self.arguments, self.copies = copy_arguments(by_value, treatments)
         if self.copies.originals:
             reached = owned_in((by_reference, self.arguments))
-        self.created: list[tuple[InitScope, Created]] = []
+        self.created: list[tuple[Any, Created]] = []
         self.reached = reached
         self.roots = roots_among(reached, self.copies)
         self.fields = [x for root in self.roots for x in fields_in(root, self.copies)]
@@ -204,7 +204,7 @@ class Lifted:
         types in the carry have to settle. A trace therefore leaves no tracers and no
         writes in the modules; `commit` writes once.
         """
-        inner = {id(scope): scope.inner() for scope in self.scopes}
+        inner: dict[int, Any] = {id(scope): scope.inner() for scope in self.scopes}
         with contextlib.ExitStack() as stack:
             for scope in inner.values():
                 stack.enter_context(scope)
@@ -215,7 +215,7 @@ class Lifted:
             self.created = [
                 (scope, inner[id(scope)].take_created())
                 for scope in self.scopes
-                if isinstance(scope, InitScope)
+                if scope.is_initializing
             ]
             owned = [self._owned(root, values, inner) for root in self.roots]
             out, after = leave(given_out, owned)
