@@ -117,9 +117,8 @@ class Lifted:
         self.fields = [x for root in self.roots for x in fields_in(root, self.copies)]
         at: dict[int, tuple[Field, int]] = {}
         for field in self.fields:
-            for number, x in enumerate(field.items):
-                if type(x) is int:  # else an owned module
-                    at[x] = field, number
+            for number, slot in field.slots.items():
+                at[slot] = field, number
         visits = [
             (visit, root)
             for root in self.roots

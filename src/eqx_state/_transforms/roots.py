@@ -63,19 +63,21 @@ class Field:
 
     - `module`, `outside`: the innermost owned module with this field, and the module of
         which it is a copy, or else itself.
-    - `items`: for each leaf its slot, and for each owned module the module.
-    - `structure`: how the items make the value; `None` if the value is one leaf.
-    - `container`, `contents`: the value outside and what is in it, unless it is one
+    - `slots`: those of its leaves, by position.
+    - `structure`, `contents`: the value taken apart, into leaves and owned modules;
+        `None` if it is one leaf.
+    - `given`, `given_contents`: the value outside and what is in it, unless it is one
         leaf.
     """
 
     module: BaseModule
     outside: BaseModule
     name: str
-    items: list[Any]
+    slots: dict[int, int]
     structure: Any = None
-    container: Any = None
     contents: Sequence[Any] = ()
+    given: Any = None
+    given_contents: Sequence[Any] = ()
 
     def swap(self, values: Values) -> None:
         """Set the field of the lifted module to these values.
@@ -84,11 +86,9 @@ class Field:
         replaced instead of changed, because user code may also refer to them.
         """
         if self.structure is None:
-            new = values[self.items[0]]
+            new = values[self.slots[0]]
         else:
-            new = self.structure.unflatten(
-                [values[x] if type(x) is int else x for x in self.items]
-            )
+            new = self.structure.unflatten(self._filled(self.contents, values))
         object.__setattr__(self.module, self.name, new)
 
     def write(self, new: Mapping[int, Any]) -> None:
@@ -98,24 +98,27 @@ class Field:
         else:
             old = fields_of(self.outside)[self.name]
             below, structure = jtu.tree_flatten(old, is_leaf=is_owned)
-            pairs = zip(self.items, below, strict=True)
-            value = structure.unflatten(
-                [new.get(i, x) if type(i) is int else x for i, x in pairs]
-            )
+            assert len(below) == len(self.contents)
+            value = structure.unflatten(self._filled(below, new))
         object.__setattr__(self.outside, self.name, value)
+
+    def _filled(self, below: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
+        """What is in the field, with new leaves, by slot, in the place of its own."""
+        slots = self.slots
+        return [new.get(slots[i], x) if i in slots else x for i, x in enumerate(below)]
 
     def is_intact(self) -> bool:
         """Whether the container outside still has the same contents."""
         if self.structure is None:
             return True
-        below = jtu.tree_leaves(self.container, is_leaf=is_owned)
-        return identical(below, [*self.contents])
+        below = jtu.tree_leaves(self.given, is_leaf=is_owned)
+        return identical(below, [*self.given_contents])
 
 
 class Leaf(NamedTuple):
     """A leaf of a lifted module: its visit, its root and the field that holds it.
 
-    `number`: its position among the items of the field.
+    `number`: its position in the field.
     """
 
     visit: Visit
@@ -161,7 +164,7 @@ def fields_in(root: Root, copies: "Copies") -> list[Field]:
         for name in dynamic_names(type(module)):
             value = values.get(name)
             if eqx.is_array(value):  # without a flattening
-                fields.append(Field(module, outside, name, [next(slots)]))
+                fields.append(Field(module, outside, name, {0: next(slots)}))
             elif is_owned(value):
                 add(value)
             elif value is not None and name != INFERENCE:
@@ -169,14 +172,15 @@ def fields_in(root: Root, copies: "Copies") -> list[Field]:
 
     def container(module: Any, outside: Any, name: str, value: Any) -> Field:
         below, structure = jtu.tree_flatten(value, is_leaf=is_owned)
-        items: list[Any] = []
-        for x in below:
+        own: dict[int, int] = {}
+        for i, x in enumerate(below):
             if is_owned(x):
                 add(x)
-            items.append(x if is_owned(x) else next(slots))
+            else:
+                own[i] = next(slots)
         given = fields_of(outside)[name]
-        contents = jtu.tree_leaves(given, is_leaf=is_owned)
-        return Field(module, outside, name, items, structure, given, contents)
+        now = jtu.tree_leaves(given, is_leaf=is_owned)
+        return Field(module, outside, name, own, structure, below, given, now)
 
     add(root.module)
     return fields
