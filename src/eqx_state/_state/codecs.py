@@ -10,13 +10,23 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import equinox as eqx
+import jax.tree_util as jtu
 import numpy as np
 
+from .._compat import shared_node
+from .._tree.base import OnlyInScope
 from .._tree.dtypes import as_jax, fits_jax, is_numeric
-from .._tree.walk import copy_tree, is_array, is_numpy, modules_in, name_of, Visit
+from .._tree.walk import (
+    all_modules,
+    copy_tree,
+    is_array,
+    is_numpy,
+    modules_in,
+    name_of,
+    Visit,
+)
 from .._typing import KeyPath, PyTree, Tree
 from .observe import Observer, tag, untagged
-from .shared import ScopedShared, unscoped
 
 
 class Codec:
@@ -93,8 +103,47 @@ class Tags(Codec):
         return untagged(tree, self.observer.key)
 
 
+class ScopedShared(eqx.nn.Shared, OnlyInScope):
+    """An `eqx.nn.Shared` in a scope, whose call returns the scope's own modules.
+
+    `eqx.nn.Shared` stores a tied node once, leaves placeholders ("holes" here) at its
+    other positions, and on each call builds the full tree with `eqx.tree_at`. That
+    copies every module in it. A scope does not own the copies, so they could not be
+    written. This call rebuilds only the containers and modules that lead to a hole. A
+    tied module is one object at all its positions, and can be written through each of
+    them.
+    """
+
+    def __call__(self) -> Any:
+        """The tree, with the tied nodes at all their positions."""
+        # `where` returns nodes, but not their positions. First put a new hole at each
+        # position, whose `id` identifies it. In both `tree_map`s a node without a hole
+        # below is a leaf, so it is not copied.
+        tree = jtu.tree_map(
+            lambda x: shared_node()() if _is_hole(x) else x,
+            self.pytree,
+            is_leaf=_is_whole,
+        )
+        holes, nodes = self.where(tree), self.get(self.pytree)
+        if _is_hole(holes):
+            holes, nodes = [holes], [nodes]
+        node_of = {id(hole): node for hole, node in zip(holes, nodes, strict=True)}
+        return jtu.tree_map(lambda x: node_of.get(id(x), x), tree, is_leaf=_is_whole)
+
+    def _eqx_state_leave(self) -> None:
+        object.__setattr__(self, "__class__", eqx.nn.Shared)
+
+
+def _is_hole(x: Any) -> bool:
+    return isinstance(x, shared_node())
+
+
+def _is_whole(x: Any) -> bool:
+    return not any(map(_is_hole, jtu.tree_leaves(x, is_leaf=_is_hole)))
+
+
 class Shared(Codec):
-    """An `eqx.nn.Shared` returns modules that the scope owns, see `ScopedShared`."""
+    """An `eqx.nn.Shared` is a `ScopedShared` inside."""
 
     def __init__(self) -> None:
         self.is_used = False
@@ -109,9 +158,13 @@ class Shared(Codec):
         return bool(shared)
 
     def close(self, tree: Tree) -> Tree:
-        return unscoped(tree) if self.is_used else tree
+        return snapshot(tree) if self.is_used else tree
 
 
 def snapshot(tree: Tree) -> Tree:
     """A copy that no scope owns, with the classes that modules have outside."""
-    return unscoped(copy_tree(tree))
+    tree = copy_tree(tree)
+    for module in all_modules(tree):
+        if isinstance(module, ScopedShared):
+            module._eqx_state_leave()
+    return tree

@@ -27,10 +27,9 @@ from .._tree.walk import (
     traverse,
     Visit,
 )
-from .codecs import snapshot
+from .codecs import ScopedShared, snapshot
 from .marks import marked
 from .scope import is_owned, Scope, structure_error
-from .shared import ScopedShared
 from .write import kind_at, kind_message
 
 

@@ -263,9 +263,8 @@ def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> An
         value = visit.node
         if isinstance(value, Initializer):
             value = value.f(key_at(key, visit.name))
-            if visit.context.owner is not None:
-                if issubclass(visit.context.owner, BaseModule):
-                    value = strengthen(value, visit.context.spec)
+            if issubclass(visit.context.owner or object, BaseModule):
+                value = strengthen(value, visit.context.spec)
             value = draw(value, key, visit.path, visit.context)
         new.append(value)
     return jtu.tree_unflatten(jtu.tree_structure(tree), new)

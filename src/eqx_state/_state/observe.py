@@ -148,11 +148,9 @@ _OBSERVED: Final[dict[type, type]] = {}
 
 def _observed_class(cls: type) -> type:
     """The subclass of a module class whose calls are observed."""
-    if cls in _OBSERVED:
-        return _OBSERVED[cls]
     # Not `functools.cache`: two threads that create the subclass at once would use two,
     # and the layers of one list would have different structures.
-    return _OBSERVED.setdefault(cls, _new_observed_class(cls))
+    return _OBSERVED.get(cls) or _OBSERVED.setdefault(cls, _new_observed_class(cls))
 
 
 def _new_observed_class(cls: Any) -> Any:
