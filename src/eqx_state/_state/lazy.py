@@ -162,15 +162,11 @@ def missing(tree: Any) -> str | None:
 
 
 def _missing(visits: list[Visit]) -> str | None:
-    for visit in visits:
-        if isinstance(visit.node, Initializer):
-            return f"`{visit.name or 'the value itself'}` is an `es.Initializer`"
-        if (
-            not visit.is_leaf
-            and is_module(visit.node)
-            and needs_module_init(visit.node)
-        ):
-            name = visit.name or type(visit.node).__qualname__
+    for path, node, _, is_leaf in visits:
+        if isinstance(node, Initializer):
+            return f"`{name_of(path) or 'the value itself'}` is an `es.Initializer`"
+        if not is_leaf and is_module(node) and needs_module_init(node):
+            name = name_of(path) or type(node).__qualname__
             return f"`module_init` of `{name}` has not run"
     return None
 

@@ -122,15 +122,6 @@ class Scope:
         """Whether the scope's trace is active, so that it may store values."""
         return self.trace == trace_state()
 
-    def close(self) -> None:
-        """Reject all later writes."""
-        self.is_open = False
-        # The modules refer back to the scope. Break the cycle, so that they are freed
-        # at once instead of by the garbage collector.
-        self.written.clear()
-        self.traversals.clear()
-        _OPEN.pop(id(self), None)
-
     def __enter__(self) -> Self:
         _OPEN[id(self)] = self
         if self.observer is not None:
@@ -141,7 +132,12 @@ class Scope:
     def __exit__(self, *_: object) -> None:
         if self.observer is not None:
             OBSERVING.reset(self._token)
-        self.close()
+        self.is_open = False
+        # The modules refer back to the scope. Break the cycle, so that they are freed
+        # at once instead of by the garbage collector.
+        self.written.clear()
+        self.traversals.clear()
+        del _OPEN[id(self)]
 
     def inner(self) -> Self:
         """A scope like this one, for the trace of a transform inside it."""

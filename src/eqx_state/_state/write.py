@@ -9,7 +9,6 @@ import difflib
 from dataclasses import fields, FrozenInstanceError
 from typing import Any, Final
 
-import equinox as eqx
 import jax.tree_util as jtu
 
 from .._compat import is_in_trace, is_of_trace
@@ -22,6 +21,7 @@ from .._tree.dtypes import strengthen_field, to_strong
 from .._tree.keys import is_key
 from .._tree.unbuilt import fields_of
 from .._tree.walk import (
+    all_modules,
     is_array,
     leaves,
     map_leaves,
@@ -137,11 +137,11 @@ def kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
     kinds = ", ".join(map(kind_name, (*scope.kinds, kind)))
     if visit.context.declared is None:
         cure = _BY_DEFAULT.format(field)
-        return _OTHER_KIND.format(where, name, an(kind.__name__), allowed, kinds, cure)
-    # Not in a field such as `target: es.Buffer[Encoder]`, whose layers declare `State`.
-    is_own = visit.context.is_own and kind is visit.context.kind
-    cure = _DECLARE.format(an(kind.__name__), field)
-    cure = _IN_BUFFER if kind.covering and not is_own else cure
+    elif kind.covering and not (visit.context.is_own and kind is visit.context.kind):
+        # In a field such as `target: es.Buffer[Encoder]`, whose layers declare `State`.
+        cure = _IN_BUFFER
+    else:
+        cure = _DECLARE.format(an(kind.__name__), field)
     return _OTHER_KIND.format(where, name, an(kind.__name__), allowed, kinds, cure)
 
 
@@ -150,8 +150,7 @@ def no_field_message(module: BaseModule, name: str, value: Any) -> str:
     cls = type(module)
     if isinstance(getattr(cls, name, None), property):
         return _PROPERTY.format(cls.__qualname__, name)
-    is_layer = lambda x: isinstance(x, eqx.Module)  # noqa: E731
-    has_layer = any(map(is_layer, jtu.tree_leaves(value, is_leaf=is_layer)))
+    has_layer = bool(all_modules(value))
     declared = public_name(type(value)) + "`" if has_layer else _OF_A_KIND.format(name)
     declared = "es.Rng`" if is_key(value) else declared
     own = [f.name for f in fields(module) if f.name not in FLAGS]
