@@ -234,8 +234,7 @@ def _filled(before: Any, after: Any) -> Any:
     `eqx.tree_at` cannot do.
     """
     if not walk(before):
-        is_same = jtu.tree_structure(before) == jtu.tree_structure(after)
-        return before if is_same else after
+        return after
     if type(before) is not type(after):
         return before
     if is_eqx_module(before):
