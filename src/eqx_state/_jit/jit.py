@@ -11,7 +11,7 @@ from .._transforms.transform import Bound, Transform, unbound, wrap
 from .._tree.walk import is_array
 from .._typing import P, R
 from .call import bind, cache_key_of, JitCall
-from .options import Donate, Options, options_of
+from .options import Donate, Options
 from .programs import Program, programs_of
 
 
@@ -192,7 +192,7 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) ->
         assert y == 6.0 and model.count == 3
         ```
     """
-    options = options_of(donate, jit_kwargs)
+    options = Options(donate, **jit_kwargs)
     if f is _NO_FUNCTION:
         return ft.partial(jit, donate=donate, **jit_kwargs)
     return wrap(_Jit, f, options=options)

@@ -16,6 +16,12 @@ class Options:
     """The options of a compiled function: hashable, and compared by value."""
 
     def __init__(self, donate: Donate = "none", **for_jax: Any):
+        if donate not in _WORDS:
+            words = ", ".join(map(repr, _WORDS))
+            raise ValueError(_UNKNOWN_WORD.format(donate, words))
+        for name in for_jax:
+            if name not in _PASSED_ON:
+                raise TypeError(_NOT_PASSED_ON.format(name, ", ".join(_PASSED_ON)))
         self.donate: Donate = donate
         self.for_jax = for_jax
         self._key = donate, frozenset((k, typed(x)) for k, x in for_jax.items())
@@ -40,17 +46,7 @@ class Options:
 
 _NOT_USABLE: Final = "Some donated buffers were not usable"
 
-
-def options_of(donate: Any, for_jax: dict[str, Any]) -> Options:
-    """The user's options, checked."""
-    if donate not in _WORDS:
-        words = ", ".join(map(repr, _WORDS))
-        raise ValueError(f"`es.jit(donate={donate!r})`: `donate` is one of {words}.")
-    for name in for_jax:
-        if name not in _PASSED_ON:
-            raise TypeError(_NOT_PASSED_ON.format(name, ", ".join(_PASSED_ON)))
-    return Options(donate, **for_jax)
-
+_UNKNOWN_WORD: Final = "`es.jit(donate={!r})`: `donate` is one of {}."
 
 _PASSED_ON: Final = ("compiler_options", "inline", "keep_unused", "backend", "device")
 

@@ -106,7 +106,7 @@ def is_hashable(x: Any) -> bool:
 
 
 def is_fixed(x: Any) -> bool:
-    """Whether `x` remains equal to the same values for as long as it exists.
+    """Whether `x` and its contents remain equal to the same values while `x` exists.
 
     A list does not. An object of a class with its own `__eq__` may not, even if it can
     be hashed.
@@ -120,9 +120,9 @@ def is_fixed(x: Any) -> bool:
         return False
     if cls.__eq__ in (tuple.__eq__, frozenset.__eq__):
         return all(map(is_fixed, x))
-    if (names := _compared_fields(cls)) is not None:
+    if _compared_fields(cls) is not None:
         is_frozen = cls.__dataclass_params__.frozen
-        return is_frozen and all(is_fixed(getattr(x, name, None)) for name in names)
+        return is_frozen and all(map(is_fixed, _fields(x).values()))
     owner = next(c for c in cls.__mro__ if "__eq__" in vars(c))
     return owner.__module__.partition(".")[0] in _IMMUTABLE
 
