@@ -24,7 +24,7 @@ import equinox as eqx
 from .._compat import MISSING
 from .._tree.base import OnlyInScope
 from .._tree.unbuilt import fields_of
-from .._tree.walk import copy_tree, walk
+from .._tree.walk import all_modules, copy_tree
 from .._typing import PyTree, Tree
 
 
@@ -103,9 +103,8 @@ def untagged(tree: Tree, key: Hashable) -> Tree:
     """
 
     def tagged(tree: PyTree) -> list[Any]:
-        nodes = [visit.node for visit in walk(tree) if not visit.is_leaf]
         # A module that the call has made by `dataclasses.replace` has no tags.
-        observed = [x for x in nodes if isinstance(x, _Quiet)]
+        observed = [x for x in all_modules(tree) if isinstance(x, _Quiet)]
         return [x for x in observed if key in (tags_of(x) or (key,))]
 
     if not tagged(tree):
