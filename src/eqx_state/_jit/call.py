@@ -207,18 +207,14 @@ def cache_key_of(call: JitCall) -> tuple[Any, ...]:
 
     roots = []
     for root in lifted.roots:
-        statics = tuple(
-            leaf(x, lifted.name, slot)
-            for slot, x in zip(root.slots, root.traversal.leaves, strict=True)
-        )
-        whose = lifted.scopes.index(root.ownership.scope)
-        ownership = root.ownership.path, root.ownership.context, whose
-        nodes = key_of_treedef(root.traversal.structure, static)
-        roots.append((nodes, statics, ownership))
+        nodes, owner = key_of_treedef(root.traversal.structure, static), root.ownership
+        whose = lifted.scopes.index(owner.scope)
+        roots.append((nodes, owner.path, owner.context, whose))
     return (
         key_of_treedef(call.treedef, static),
         tuple(leaf(x, call.place, i) for i, x in enumerate(call.leaves)),
         tuple(roots),
+        tuple(leaf(x, lifted.name, slot) for slot, x in lifted.values.items()),
         tuple(inside[id(module)] for module in lifted.reached),
         tuple(scope.cache_key for scope in lifted.scopes),
     )
