@@ -18,8 +18,8 @@ from .._tree.compare import check_apart, same
 from .._tree.dtypes import same_type, to_strong
 from .._tree.keys import is_key
 from .._tree.walk import (
+    all_modules,
     drop_cached,
-    flatten,
     is_array,
     leaves,
     occurs_twice,
@@ -130,12 +130,12 @@ def _leaves_named(model: Any) -> list[Visit]:
 def leave(out: Any, owned: Sequence[OwnedTree]) -> tuple[Any, list[Collected]]:
     """Check a call that returned `out`, and collect the trees that its scopes own.
 
-    Returns the output with a snapshot of each owned module, and each tree after the
-    call.
+    Returns the output, or a snapshot of it if a scope owns a module in it; and each
+    tree after the call.
     """
     after = [x.before.again(x.tree) for x in owned]
     inside = [module for each in after for module in each.modules]
-    _, _, outside = flatten(out)
+    outside = all_modules(out)
     # The order matters. Check for lost writes first: the other checks do not find
     # them.
     for scope in {id(x.scope): x.scope for x in owned}.values():
@@ -144,22 +144,13 @@ def leave(out: Any, owned: Sequence[OwnedTree]) -> tuple[Any, list[Collected]]:
         kinds = {kind: None for x in owned for kind in x.scope.state_kinds}
         check_apart([visit for each in after for visit in each.visits], (*kinds,))
     collected = [_collect(x, each) for x, each in zip(owned, after, strict=True)]
-    return _frozen(out, outside), collected
+    return snapshot(out) if any(map(_is_of_scope, outside)) else out, collected
 
 
-def _frozen(tree: Any, modules: list[Any]) -> Any:
-    """`tree` with a snapshot of each owned module. `modules`: those in `tree`."""
-
-    def is_of_scope(x: Any) -> bool:
-        return isinstance(x, ScopedShared) or (
-            is_module(x) and ownership_of(x) is not None
-        )
-
-    if not any(map(is_of_scope, modules)):
-        return tree
-    return jtu.tree_map(
-        lambda x: snapshot(x) if is_of_scope(x) else x, tree, is_leaf=is_of_scope
-    )
+def _is_of_scope(module: Any) -> bool:
+    if isinstance(module, ScopedShared):
+        return True
+    return is_module(module) and ownership_of(module) is not None
 
 
 def _collect(owned: OwnedTree, after: Traversal) -> Collected:
