@@ -175,7 +175,8 @@ es.jit(lambda net: net.w)(self)`, `lambda x: w * x`."""
 # --- The cache key of a call ----------------------------------------------------------
 
 
-# Sentinels in a cache key. They equal no other value in it, because those are tuples.
+# Sentinels in a cache key. They equal no other value in it: those are tuples, and the
+# numbers of owned modules.
 _ARRAY: Final = "array"
 _ORIGIN: Final = "origin"
 
@@ -187,18 +188,15 @@ def cache_key_of(call: JitCall) -> tuple[Any, ...]:
     so it does not keep the function alive.
     """
     lifted = call.lifted
-    inside = {
-        id(module): (i, k)
-        for i, root in enumerate(lifted.roots)
-        for k, module in enumerate(root.traversal.modules)
-    }
+    modules = [x for root in lifted.roots for x in root.traversal.modules]
+    numbers = {id(module): number for number, module in enumerate(modules)}
 
     def static(x: Any) -> Any:
         return _ORIGIN if x is call.origin else typed(x)
 
     def leaf(x: Any, name: Callable[[int], str], number: int) -> Any:
         if is_owned(x):
-            return inside[id(x)]
+            return numbers[id(x)]
         if call.is_array(x):
             return _ARRAY
         if not is_hashable(x):
@@ -215,7 +213,7 @@ def cache_key_of(call: JitCall) -> tuple[Any, ...]:
         tuple(leaf(x, call.place, i) for i, x in enumerate(call.leaves)),
         tuple(roots),
         tuple(leaf(x, lifted.name, slot) for slot, x in lifted.values.items()),
-        tuple(inside[id(module)] for module in lifted.reached),
+        tuple(numbers[id(module)] for module in lifted.reached),
         tuple(scope.cache_key for scope in lifted.scopes),
     )
 
