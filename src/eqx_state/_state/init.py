@@ -163,11 +163,7 @@ class InitScope(Scope):
     def note_write(self, module: BaseModule, name: str, old: Any, new: Any) -> None:
         is_static = name not in dynamic_names(type(module))
         if is_static or _adds(old, new):
-            self.note_created(module, name, old)
-
-    def note_created(self, module: BaseModule, name: str, old: Any) -> None:
-        """Record a field that was missing, and its old value."""
-        self.replaced.setdefault((id(module), name), (module, name, old))
+            self.replaced.setdefault((id(module), name), (module, name, old))
 
     def take_created(self) -> Created:
         """Remove the created fields from the modules, and return them."""
@@ -183,7 +179,7 @@ class InitScope(Scope):
     def put_created(self, created: Created) -> None:
         """Write the fields that an inner scope has created in its trace."""
         for module, name, new in created:
-            self.note_created(module, name, fields_of(module)[name])
+            self.note_write(module, name, fields_of(module)[name], new)
             ownership, key = ownership_of(module), jtu.GetAttrKey(name)
             context = ownership.context.enter(module, key)
             object.__setattr__(module, name, new)
