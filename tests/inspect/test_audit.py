@@ -601,6 +601,17 @@ def test_state_that_reaches_an_output_after_several_iterations():
     assert audit(step, make(), X) == [LOST[1]]
 
 
+def test_state_that_decides_what_is_printed():
+    def step(model, x):
+        _, new = es.mutable(model)(x)
+        jax.lax.cond(
+            jnp.all(new.cell.mean > 0), lambda: jax.debug.print("yes"), lambda: None
+        )
+        return model
+
+    assert audit(step, make(), X) == [LOST[1]]
+
+
 def test_zeros_of_other_primitives():
     """Gradients that are zero, and remain so whatever an optimizer computes of them."""
 
@@ -654,6 +665,13 @@ def test_state_that_varies_in_a_shard_map():
     assert audit(step, Mean(jnp.ones(2)), jnp.ones(2)) == []
     found = audit(lambda model, x: step(model, x)[0], Mean(jnp.ones(2)), jnp.ones(2))
     assert found == [("lost", "model.mean")]
+
+
+def test_arrays_that_jax_does_not_have_are_static():
+    words = np.array(["a", "b"])
+    step = lambda model, words: (*es.mutable(model)(X), model, words)  # noqa: E731
+    assert audit(step, make(), words, jit=lambda f: f) == []
+    assert es.audit(lambda model, words: (call(model, X), words))(make(), words)
 
 
 def test_a_class_without_a_signature():

@@ -13,12 +13,12 @@ from .._jit.jit import jit
 from .._kinds.kinds import BatchStat, Rng
 from .._state.marks import NEW, OLD
 from .._transforms.transform import Transform, wrap
-from .._tree.base import keystr
+from .._tree.base import is_module, keystr
 from .._tree.keys import is_typed
 from .._tree.walk import leaves
 from .._typing import P
 from .closure import wrappers
-from .dataflow import Value
+from .dataflow import OWNED, Value
 from .traced_step import is_concrete, Leaf, TracedStep
 
 
@@ -164,14 +164,14 @@ Found = Iterator[tuple[str, str]]
 
 def _lost(step: TracedStep) -> Found:
     flow, marks = step.flow, step.marks.found
-    alive = [f"{NEW}{n}" in flow.alive for n in range(len(marks))]
+    alive = [f"{NEW}{n}" in flow.needed for n in range(len(marks))]
     known = {mark for mark, is_alive in zip(marks, alive, strict=True) if is_alive}
     for n, mark in enumerate(marks):
         # If a write is not in the jaxpr, nothing depends on it, or JAX has traced the
         # function twice. Then the other trace of the same line is there.
         if not alive[n] and (f"{NEW}{n}" in flow.named or mark not in known):
             old = flow.named.get(f"{OLD}{n}", Value("new"))
-            is_argument = old.what in ("input", "written")
+            is_argument = old.what in OWNED
             leaf = step.leaves[old.of] if is_argument else _find(step, mark.name)
             is_of_optimizer = leaf is not None and leaf.is_of_optimizer
             text = _LOST_OPTIMIZER if is_of_optimizer else _LOST
@@ -192,17 +192,12 @@ def _of_whole(leaf: Leaf) -> str:
 def _repeated_keys(step: TracedStep) -> Found:
     flow = step.flow
     for i in step.inputs:
-        if _is_rng(step.leaves[i]) and Value("input", i) in flow.used:
+        if step.leaves[i].is_key and step.value(i) in flow.needed:
             if step.comes_back(i):
                 yield step.leaves[i].name, _REPEATED
-    for x in flow.constants:
-        is_used = Value("constant", id(x)) in flow.used
-        if is_used and is_typed(x) or id(x) in flow.raw_keys:
+    for x in flow.constants.values():
+        if Value("constant", id(x)) in flow.needed:
             yield step.closure.name(x) or "key", _CLOSED_OVER
-
-
-def _is_rng(leaf: Leaf) -> bool:
-    return leaf.visit.is_a(Rng) or is_typed(leaf.value)
 
 
 def _equal_keys(step: TracedStep) -> Found:
@@ -227,7 +222,7 @@ def _untrained(step: TracedStep) -> Found:
     for unit in step.trained:
         left = {i for i in unit if step.leaves[i].is_trainable}
         left = {i for i in left if step.comes_back(i, decayed=True)}
-        left = {i for i in left if Value("input", i) not in step.flow.left_out}
+        left = {i for i in left if step.value(i) not in step.flow.left_out}
         for _, inside, name in step.modules:
             own = {i for i in inside if step.leaves[i].is_trainable}
             if own and own <= left:
@@ -237,16 +232,20 @@ def _untrained(step: TracedStep) -> Found:
 
 
 def _unwritten(step: TracedStep) -> Found:
+    off: set[int] = set()  # in eval mode
+    for node, inside, _ in step.modules:  # parents first
+        if is_module(node):
+            off = off - {*inside} if node.training else off | {*inside}
     for unit in step.trained:
         for i in unit:
             leaf = step.leaves[i]
-            is_on = leaf.is_training and not leaf.visit.context.frozen
-            if leaf.visit.is_a(BatchStat) and is_on and step.comes_back(i):
+            is_off = i in off or leaf.visit.context.frozen
+            if leaf.visit.is_a(BatchStat) and not is_off and step.comes_back(i):
                 yield leaf.name, _UNWRITTEN
 
 
 def _constant(step: TracedStep) -> Found:
-    for x in step.flow.constants:
+    for x in step.flow.constants.values():
         if np.size(x) <= _LARGE:
             continue
         name = step.closure.name(x)

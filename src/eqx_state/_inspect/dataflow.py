@@ -1,25 +1,29 @@
-"""What the outputs of a jaxpr are: inputs, unchanged; zero; or new.
+"""What the outputs of a jaxpr are (inputs, zero or new), and what they need.
 
-A pass from the inputs to the outputs, also through calls, loops and branches. All
-outputs of an equation that it does not know are new.
+One pass from the inputs to the outputs, also through calls, loops and branches. An
+output of an equation that it does not know is new, and needs all inputs.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import jax
+import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from .._compat import params_of
 from .._state.marks import LEFT_OUT, NEW as WRITTEN, OLD as OVERWRITTEN
-from .liveness import Bools, called, constants_in, jaxprs_in, Liveness, marker
 
 
 class Value(NamedTuple):
-    """What a pass knows about a value.
+    """What the pass knows about a value.
 
-    - `what`: `"input"`, unchanged; `"decayed"`, an input times numbers; `"written"`, a
-        new value of an input that is state; `"slice"` of a different value, in a step
-        of a loop; `"derived"`, a key that is computed from a different key alone;
-        `"constant"`, `"zero"`, `"number"`, or `"new"`.
+    - `what`: an input, unchanged, is an `"input"`; or a `"key"`; or a `"number"`, which
+        is like a literal to the model. `"decayed"`: an input times numbers.
+        `"written"`: a new value of an input that is state. `"slice"`: of a different
+        value, in a step of a loop. `"derived"`: a key that is computed from a different
+        key alone. `"constant"`, `"literal"`, `"zero"`. `"computed"`: from literals and
+        numbers. `"new"`: anything else.
     - `of`: the number of the input, the `Value` of the whole or of the first key, or
         the constant's `id`.
     """
@@ -30,183 +34,199 @@ class Value(NamedTuple):
 
 NEW: Final = Value("new")
 ZERO: Final = Value("zero")
-LITERAL: Final = Value("literal")  # computed from literals
-NUMBER: Final = Value("number")  # computed from literals and inputs that are numbers
+LITERAL: Final = Value("literal")
+COMPUTED: Final = Value("computed")
+
+
+class Fact(NamedTuple):
+    """What the pass knows about a variable.
+
+    - `needs`: of all that its value is computed from, the names of `checkpoint_name`,
+        and the keys that are drawn from.
+    """
+
+    value: Value
+    needs: frozenset[Any] = frozenset()
+
+
+def _either(*facts: Fact) -> Fact:
+    """What is known about a variable that is one of these."""
+    value, *others = {x.value for x in facts}
+    return Fact(NEW if others else value, _needs(facts))
+
+
+def _needs(facts: Iterable[Fact]) -> frozenset[Any]:
+    return frozenset().union(*(x.needs for x in facts))
 
 
 class Dataflow:
     """The pass through one jaxpr.
 
     - `outputs`: the value of each output.
-    - `used`: the inputs and constants that an equation which matters computes with.
+    - `needed`: what the outputs and the side effects need, as `Fact.needs`.
     - `named`: for each name of `checkpoint_name`, the value with this name.
     - `left_out`: the values that an optimizer does not train, because its user says so.
-    - `alive`: the names in equations that matter.
-    - `constants`: the arrays that the jaxpr contains; `raw_keys`: the `id` of those
-        that are used as keys without being typed.
+    - `constants`: the arrays that the jaxpr contains, by `id`.
     """
 
-    def __init__(
-        self,
-        closed: ClosedJaxpr,
-        inputs: list[Value],
-        numbers: set[int],
-        liveness: Liveness,
-    ):
-        """`numbers`: the inputs that count as numbers."""
-        self.numbers, self.liveness = numbers, liveness
-        self._constants = constants_in(closed)
-        found = [x for each in self._constants.values() for x in each.values()]
-        self.constants = [*{id(x): x for x in found}.values()]
-        self.raw_keys: set[int] = set()
+    def __init__(self, closed: ClosedJaxpr, inputs: list[Value]):
+        self.constants: dict[int, Any] = {}
         self.left_out: set[Value] = set()
-        self.used: set[Value] = set()
         self.named: dict[str, Value] = {}
-        self.outputs = self.of(closed.jaxpr, inputs, (True,) * len(closed.out_avals))
-        self.alive = self.liveness.marks
+        self.needed: frozenset[Any] = frozenset()
+        found = self._of(closed, [*map(Fact, inputs)])
+        self.outputs = [x.value for x in found]
+        self.needed |= _needs(found)
 
-    def of(self, jaxpr: Jaxpr, inputs: list[Value], alive: Bools) -> list[Value]:
-        """The values of the outputs. `alive`: which outputs matter."""
-        values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for x, constant in self._constants.get(id(jaxpr), {}).items():
-            values[x] = Value("constant", id(constant))
+    def _of(self, jaxpr: ClosedJaxpr | Jaxpr, inputs: list[Fact]) -> list[Fact]:
+        """What is known about the outputs."""
+        known: dict[Any, Fact] = {}
+        if isinstance(jaxpr, ClosedJaxpr):
+            for x, constant in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
+                self.constants[id(constant)] = constant
+                known[x] = Fact(Value("constant", id(constant)))
+            jaxpr = jaxpr.jaxpr
+        known.update(zip(jaxpr.invars, inputs, strict=True))
 
-        def read(x: Any) -> Value:
-            return _literal(x) if isinstance(x, Literal) else values.get(x, NEW)
+        def read(x: Any) -> Fact:
+            is_literal = isinstance(x, Literal)
+            return Fact(_literal(x)) if is_literal else known.get(x, Fact(NEW))
 
-        masks = self.liveness.of(jaxpr, alive).equations
-        for equation, mask in zip(jaxpr.eqns, masks, strict=True):
-            given = [*map(read, equation.invars)]
-            out = self._outputs(equation, given, mask)
-            values.update(zip(equation.outvars, out, strict=True))
+        for equation in jaxpr.eqns:
+            out = self._outputs(equation, [*map(read, equation.invars)])
+            known.update(zip(equation.outvars, out, strict=True))
         return [*map(read, jaxpr.outvars)]
 
-    def _outputs(self, equation: Any, given: list[Value], mask: Bools) -> list[Value]:
+    def _outputs(self, equation: Any, given: list[Fact]) -> list[Fact]:
         params = equation.params
-        is_alive = any(mask) or bool(equation.effects)
-        match name := equation.primitive.name:
+        match equation.primitive.name:
             case "scan":
                 n = params["num_consts"]
                 m = n + params["num_carry"]
-                body = params["jaxpr"].jaxpr
-                xs = [x if x in (NEW, ZERO) else Value("slice", x) for x in given[m:]]
-                carry, ys = self._loop(body, given[:n], given[n:m], xs, mask)
-                is_whole = lambda y: y.what == "slice"  # noqa: E731
-                stacked = [y if y == ZERO else y.of if is_whole(y) else NEW for y in ys]
-                return [*carry, *stacked]
+                xs = [x._replace(value=_slice(x.value)) for x in given[m:]]
+                carry, ys = self._loop(params["jaxpr"], given[:n], given[n:m], xs)
+                return [*carry, *(y._replace(value=_stacked(y.value)) for y in ys)]
             case "while":
                 n, m = params["cond_nconsts"], params["body_nconsts"]
-                first, consts = given[n + m :], given[n : n + m]
-                body = params["body_jaxpr"].jaxpr
-                carry, _ = self._loop(body, consts, first, [], mask)
-                test = params["cond_jaxpr"].jaxpr
-                self.of(test, [*given[:n], *carry], (is_alive,))
-                return carry
+                consts, first = given[n : n + m], given[n + m :]
+                carry, _ = self._loop(params["body_jaxpr"], consts, first, [])
+                test = self._of(params["cond_jaxpr"], [*given[:n], *carry])
+                return self._decided(equation, carry, _needs(test))
             case "cond":
-                branches = [b.jaxpr for b in params["branches"]]
-                outs = [self.of(b, given[1:], mask) for b in branches]
-                return [
-                    x[0] if len({*x}) == 1 else NEW for x in zip(*outs, strict=True)
-                ]
-        if (jaxpr := called(equation)) is not None:
-            return self.of(jaxpr, given, mask)
-        for jaxpr in jaxprs_in(equation):
-            unknown = [NEW] * len(jaxpr.invars)
-            self.of(jaxpr, unknown, (is_alive,) * len(jaxpr.outvars))
-        if mark := marker(equation):
-            self.named.setdefault(mark, given[0])
-            if mark == LEFT_OUT:
-                self.left_out.add(given[0])
-            if mark.startswith(WRITTEN) and given[0] == NEW:
-                old = self.named.get(mark.replace(WRITTEN, OVERWRITTEN), NEW)
-                return [Value("written", old.of) if old.what in _OWNED else NEW]
-        if name == "random_wrap" and is_alive and given[0].what == "constant":
-            self.raw_keys.add(given[0].of)
+                branches = [self._of(b, given[1:]) for b in params["branches"]]
+                found = [_either(*facts) for facts in zip(*branches, strict=True)]
+                return self._decided(equation, found, given[0].needs)
+        inner = [*_jaxprs_in(equation)]
+        sizes = len(equation.invars), len(equation.outvars)
+        for jaxpr in inner:
+            if (len(jaxpr.in_avals), len(jaxpr.out_avals)) == sizes:
+                return self._of(jaxpr, given)  # of `jit`, `checkpoint`, …
+        needs = _needs(given)
+        for jaxpr in inner:
+            unknown = [Fact(NEW, needs)] * len(jaxpr.in_avals)
+            needs |= _needs(self._of(jaxpr, unknown))
+        values, more = self._values(equation, [x.value for x in given])
+        if equation.effects:
+            self.needed |= needs | more
+        return [Fact(value, needs | more) for value in values]
+
+    def _decided(
+        self, equation: Any, found: list[Fact], needs: frozenset[Any]
+    ) -> list[Fact]:
+        """The outputs of a branch or a loop whose condition needs `needs`."""
+        if equation.effects:
+            self.needed |= needs
+        return [Fact(x.value, x.needs | needs) for x in found]
+
+    def _loop(
+        self, body: ClosedJaxpr, consts: list[Fact], carry: list[Fact], xs: list[Fact]
+    ) -> tuple[list[Fact], list[Fact]]:
+        """The carry and the other outputs of a loop, equal in all of its steps."""
+        out = self._of(body, [*consts, *carry, *xs])
+        while True:
+            both = [*map(_either, carry, out)]  # `out` is longer
+            if both == carry:
+                return carry, out[len(carry) :]
+            carry = both
+            again = self._of(body, [*consts, *carry, *xs])
+            out = [*map(_either, out, again)]
+
+    def _values(
+        self, equation: Any, given: list[Value]
+    ) -> tuple[list[Value], frozenset[Any]]:
+        """The values of the outputs, and what they need beside the inputs' needs."""
+        name = equation.primitive.name
+        if name == "name":
+            mark = str(equation.params["name"])
+            return [self._marked(mark, given[0])], frozenset({mark})
         if name in _IDENTITIES or _changes_nothing(equation):
-            return given
-        if name in _OF_KEYS and _is_key(equation.invars[0]):
+            return given, frozenset()
+        keys = frozenset(
+            _whole(value)
+            for value, x in zip(given, equation.invars, strict=True)
+            if _is_key(x) or value.what in ("key", "derived")
+        )
+        if name in _OF_KEYS and keys:
             # A key that the number of the step is folded into draws new numbers.
             is_new = given[0] == NEW or any(map(_may_change, given[1:]))
             key = NEW if is_new else Value("derived", _whole(given[0]))
-            return [key] * len(equation.outvars)
-        if is_alive:
-            self.used.update(map(_whole, given))
-        return self._computed(equation, given)
+            return [key] * len(equation.outvars), frozenset()
+        return self._computed(equation, given), keys
 
-    def _loop(
-        self,
-        body: Jaxpr,
-        consts: list[Value],
-        carry: list[Value],
-        xs: list[Value],
-        mask: Bools,
-    ) -> tuple[list[Value], list[Value]]:
-        """The carry and the other outputs of a loop, equal in all of its steps."""
-        while True:
-            out = self.of(body, [*consts, *carry, *xs], mask)
-            new = out[: len(carry)]
-            both = zip(carry, new, strict=True)
-            merged = [a if a == b else NEW for a, b in both]
-            if merged == carry:
-                return carry, out[len(carry) :]
-            carry = merged
+    def _marked(self, mark: str, value: Value) -> Value:
+        """The value that `checkpoint_name` returns."""
+        self.named.setdefault(mark, value)
+        if mark == LEFT_OUT:
+            self.left_out.add(value)
+        if mark.startswith(WRITTEN) and value == NEW:
+            old = self.named.get(mark.replace(WRITTEN, OVERWRITTEN), NEW)
+            return Value("written", old.of) if old.what in OWNED else NEW
+        return value
 
     def _computed(self, equation: Any, given: list[Value]) -> list[Value]:
-        name = equation.primitive.name
-        if name in _SUMS and (kept := self._term(equation, given)) is not None:
-            return [kept]
-        if name in _LINEAR and (owner := self._decayed(name, given)) is not None:
+        name, count = equation.primitive.name, len(equation.outvars)
+        match name:
+            case "mul" | "dot_general":
+                is_zero = ZERO in given
+            case "div":
+                is_zero = given[0] == ZERO
+            case "integer_pow":
+                is_zero = given[0] == ZERO and equation.params["y"] > 0
+            case _:
+                is_zero = name in _KEEP_ZERO and {*given} == {ZERO}
+        if is_zero:
+            return [ZERO] * count
+        if name in _SUMS and given[1] == ZERO:
+            return [given[0]]
+        if name in _SUMS and given[0] == ZERO and name != "sub":
+            return [given[1]]
+        if name in _LINEAR and (owner := _owner(name, given)) is not None:
             return [Value("decayed", owner)]
-        is_zero = [x == ZERO for x in given]
-        if name in _PRODUCTS and any(is_zero):
-            return [ZERO]
-        if name == "div" and is_zero[0]:
-            return [ZERO]
-        if name in _KEEP_ZERO and all(is_zero):
-            return [ZERO] * len(equation.outvars)
-        if name == "integer_pow" and is_zero[0] and equation.params["y"] > 0:
-            return [ZERO]
         if name == "select_n" and len({*given[1:]}) == 1:
             return [given[1]]
-        if not given or not all(map(self._is_number, given)):
-            return [NEW] * len(equation.outvars)
+        if not given or not all(map(_is_number, given)):
+            return [NEW] * count
         is_literal = all(x in (ZERO, LITERAL) for x in given)
-        return [LITERAL if is_literal else NUMBER] * len(equation.outvars)
+        return [LITERAL if is_literal else COMPUTED] * count
 
-    def _term(self, equation: Any, given: list[Value]) -> Value | None:
-        """The other term of a sum with zero."""
-        a, b = given
-        shape = equation.outvars[0].aval.shape
-        is_whole = [x.aval.shape == shape for x in equation.invars]
-        if b == ZERO and is_whole[0]:
-            return a
-        if (
-            a == ZERO
-            and is_whole[1]
-            and (b == ZERO or equation.primitive.name != "sub")
-        ):
-            return b
-        return None
 
-    def _decayed(self, name: str, given: list[Value]) -> int | None:
-        """The input that a linear operation multiplies with numbers, or `None`."""
-        if ZERO in given:
-            return None
-        others = [x for x in given if not self._is_number(x)]
-        owners = {x.of for x in others}
-        if len(owners) != 1 or any(x.what not in ("input", "decayed") for x in others):
-            return None
-        if name in _SUMS:
-            is_linear = len(others) == 2
-        elif name == "div":
-            is_linear = self._is_number(given[1])
-        else:
-            is_linear = len(others) == 1
-        return owners.pop() if is_linear else None
+def _owner(name: str, given: list[Value]) -> int | None:
+    """The input of which a linear operation computes a multiple, or `None`."""
+    terms = [x for x in given if not _is_number(x)]
+    is_linear = len(terms) == (2 if name in _SUMS else 1)
+    is_linear &= name != "div" or _is_number(given[1])
+    owners = {x.of if x.what in ("input", "decayed") else None for x in terms}
+    return owners.pop() if is_linear and len(owners) == 1 else None
 
-    def _is_number(self, x: Value) -> bool:
-        is_input = x.what == "input" and x.of in self.numbers
-        return is_input or x in (ZERO, LITERAL, NUMBER)
+
+def _is_number(x: Value) -> bool:
+    return x.what in ("number", "computed", "literal", "zero")
+
+
+def _jaxprs_in(equation: Any) -> Iterator[Any]:
+    """Every jaxpr among the parameters of an equation."""
+    is_jaxpr = lambda x: isinstance(x, (ClosedJaxpr, Jaxpr))  # noqa: E731
+    return filter(is_jaxpr, jtu.tree_leaves(params_of(equation), is_leaf=is_jaxpr))
 
 
 def _literal(x: Any) -> Value:
@@ -222,6 +242,16 @@ def _is_key(x: Any) -> bool:
 def _may_change(x: Value) -> bool:
     """Whether a value may differ in the next step."""
     return x not in (ZERO, LITERAL) and x.what != "constant"
+
+
+def _slice(x: Value) -> Value:
+    """What a step of a loop gets of a value."""
+    return x if x in (NEW, ZERO) else Value("slice", x)
+
+
+def _stacked(x: Value) -> Value:
+    """What is known about the values of all steps together."""
+    return x.of if x.what == "slice" else x if x == ZERO else NEW
 
 
 def _whole(x: Value) -> Value:
@@ -249,10 +279,9 @@ _OF_KEYS: Final = frozenset(
     "random_split random_fold_in broadcast_in_dim dynamic_slice gather reshape slice"
     " squeeze transpose".split()
 )
-_OWNED: Final = frozenset({"input", "written"})
+OWNED: Final = ("input", "key", "number", "written")  # `of` is the number of an input
 _SUMS: Final = frozenset("add add_any sub".split())
 _LINEAR: Final = _SUMS | frozenset("mul div neg convert_element_type".split())
-_PRODUCTS: Final = frozenset("mul dot_general".split())
 _KEEP_ZERO: Final = frozenset(
     "abs add add_any broadcast_in_dim concatenate conj convert_element_type cumsum"
     " expand_dims imag max min neg pad pmax psum psum2"

@@ -13,19 +13,17 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._kinds.kinds import OptState, Parameter
+from .._kinds.kinds import OptState, Parameter, Rng
 from .._state.marks import MARKS, Marks
 from .._transforms.transform import receiver
-from .._tree.base import is_eqx_module, is_module, keystr
+from .._tree.base import is_eqx_module, keystr
 from .._tree.compare import same_modes
 from .._tree.context import children
 from .._tree.dtypes import is_traceable
-from .._tree.unbuilt import fields_of
-from .._tree.walk import leaves, Visit, walk
-from .._typing import KeyPath
+from .._tree.keys import is_typed
+from .._tree.walk import Visit, walk
 from .closure import Closure
 from .dataflow import Dataflow, Value, ZERO
-from .liveness import Liveness
 
 
 # A part of JAX's cache keys: with a new value JAX traces each function again, and does
@@ -38,13 +36,11 @@ class Leaf(NamedTuple):
     """A leaf of an argument.
 
     - `name`: the argument and the path, `model.norm.mean`.
-    - `is_training`: whether the nearest `es.Module` is in train mode.
     - `is_moment`: whether it is a part of the state of an optimizer.
     """
 
     name: str
     visit: Visit
-    is_training: bool
     is_moment: bool
 
     @property
@@ -63,6 +59,10 @@ class Leaf(NamedTuple):
         if self.is_moment or visit.context.frozen or not visit.is_a(Parameter):
             return False
         return jnp.issubdtype(self.value.dtype, jnp.inexact)
+
+    @property
+    def is_key(self) -> bool:
+        return self.visit.is_a(Rng) or is_typed(self.value)
 
     @property
     def is_number(self) -> bool:
@@ -107,55 +107,51 @@ class TracedStep:
         self.modules: list[Unit] = []
         for name, tree in self.trees:
             self._add(name, tree)
+        self.inputs = [i for i, x in enumerate(self.leaves) if is_traceable(x.value)]
         self.closure = Closure(f, [type(unit.node) for unit in self.modules])
-        self._output: Any = None
-        values, structure = jtu.tree_flatten(given)
-        self.inputs = [i for i, x in enumerate(values) if is_traceable(x)]
 
-        def run(arrays: list[Any]) -> list[Any]:
-            new = [*values]
-            for i, x in zip(self.inputs, arrays, strict=True):
-                new[i] = x
-            given = jtu.tree_unflatten(structure, new)
+        arrays, rest = eqx.partition(given, is_traceable)
+        flat, structure = jtu.tree_flatten(arrays)
+        static: Any = None
+
+        def run(*flat: Any) -> Any:
+            nonlocal static
+            given = eqx.combine(jtu.tree_unflatten(structure, flat), rest)
             call = f if bound is None else bound.bind(given.pop(0))
             named = dict(zip(kwargs, given[len(args) :], strict=True))
             out = call(*given[: len(args)], **named)
-            # Keep no tracers.
-            self._output = jtu.tree_map(lambda x: _ARRAY if is_traceable(x) else x, out)
-            return [x for x in jtu.tree_leaves(out) if is_traceable(x)]
+            arrays, static = eqx.partition(out, is_traceable)
+            return arrays
 
         self.marks = Marks()
         token = MARKS.set(self.marks)
         try:
             # `Marks` keeps tracers while JAX traces, which the check would report.
             with _CONTEXT(next(_NUMBERS)), jax.check_tracer_leaks(False):
-                self._closed = jax.make_jaxpr(run)([values[i] for i in self.inputs])
+                trace = jax.make_jaxpr(run, return_shape=True)
+                self._closed, out = trace(*flat)
         finally:
             MARKS.reset(token)
             self.marks.kept.clear()
-        self._liveness = Liveness()
+        self._output = eqx.combine(out, static)
         self._follow(set())
         self._pair()
         self._assume_zero()
 
     def _add(self, name: str, tree: Any) -> None:
         """Record the leaves and the modules of an argument."""
-        training: dict[KeyPath, bool] = {}
         # Outside of an `es.Optimizer`, the states of optax declare no kind.
-        states = {v.path for v in leaves(tree, is_leaf=_is_of_optax)}
+        nodes = jtu.tree_leaves(tree, is_leaf=_is_of_optax)
+        is_moment = [_is_of_optax(x) for x in nodes for _ in jtu.tree_leaves(x)]
+        first = len(self.leaves)
         for visit in walk(tree):
-            path = visit.path
-            if not visit.is_leaf:
-                start = len(self.leaves)
+            path, start = f"{name}{keystr(visit.path)}", len(self.leaves)
+            if visit.is_leaf:
+                known = visit.is_a(OptState) or is_moment[start - first]
+                self.leaves.append(Leaf(path, visit, known))
+            else:
                 inside = range(start, start + jtu.tree_structure(visit.node).num_leaves)
-                self.modules.append(Unit(visit.node, inside, f"{name}{keystr(path)}"))
-                if is_module(visit.node):
-                    training[path] = fields_of(visit.node)["training"]
-                continue
-            above = [path[:n] for n in range(len(path), -1, -1)]
-            mode = next((training[p] for p in above if p in training), True)
-            is_moment = visit.is_a(OptState) or not states.isdisjoint(above[1:])
-            self.leaves.append(Leaf(f"{name}{keystr(path)}", visit, mode, is_moment))
+                self.modules.append(Unit(visit.node, inside, path))
 
     # --- What comes back --------------------------------------------------------------
 
@@ -164,10 +160,23 @@ class TracedStep:
 
         `decayed`: or multiplied with numbers, as by weight decay.
         """
-        same = _same(i, decayed=decayed)
+        same = self._same(i, decayed=decayed)
         if i not in self._partners:
             return not same.isdisjoint(self._outputs)
-        return {self._outputs[j] for j in self._partners[i]} <= same
+        return self._returned(i) <= same
+
+    def _returned(self, i: int) -> set[Value | None]:
+        """The values of the leaves that replace a leaf of an argument."""
+        return {self._outputs[j] for j in self._partners[i]}
+
+    def _same(self, i: int, *, decayed: bool) -> set[Value | None]:
+        return {self.value(i), *([Value("decayed", i)] if decayed else [])}
+
+    def value(self, i: int) -> Value:
+        """That of a leaf of an argument."""
+        leaf = self.leaves[i]
+        what = "key" if leaf.is_key else "number" if leaf.is_number else "input"
+        return Value(what, i)
 
     @property
     def trained(self) -> Iterator[range]:
@@ -182,12 +191,11 @@ class TracedStep:
 
         `zero`: the arguments that are zero.
         """
-        numbers = {i for i in self.inputs if self.leaves[i].is_number}
-        start = [ZERO if i in zero else Value("input", i) for i in self.inputs]
-        self.flow = Dataflow(self._closed, start, numbers, self._liveness)
+        given = [ZERO if i in zero else self.value(i) for i in self.inputs]
+        self.flow = Dataflow(self._closed, given)
         values = iter(self.flow.outputs)
-        arrays = (x is _ARRAY for x in jtu.tree_leaves(self._output))
-        self._outputs = [next(values) if is_array else None for is_array in arrays]
+        found = jtu.tree_leaves(self._output)
+        self._outputs = [next(values) if is_traceable(x) else None for x in found]
 
     def _pair(self) -> None:
         """Find the argument that each module of the output replaces.
@@ -219,7 +227,7 @@ class TracedStep:
     def _kept(self, old: Unit, new: Unit) -> int:
         """The number of leaves that come back."""
         pairs = zip(old.inside, new.inside, strict=True)
-        return sum(self._outputs[j] in _same(i, decayed=True) for i, j in pairs)
+        return sum(self._outputs[j] in self._same(i, decayed=True) for i, j in pairs)
 
     def _assume_zero(self) -> None:
         """Follow the values, with the moments that are zero and remain so.
@@ -228,14 +236,11 @@ class TracedStep:
         remain zero, and then its update is zero.
         """
         zero = {i for i in self._partners if self.leaves[i].is_zero_moment}
-        while zero:
+        assumed = None
+        while zero != assumed:
             self._follow(zero)
-            outputs = {i: {self._outputs[j] for j in self._partners[i]} for i in zero}
-            kept = {i for i, values in outputs.items() if values == {ZERO}}
-            if kept == zero:
-                return
-            zero = kept
-        self._follow(zero)
+            assumed = zero
+            zero = {i for i in zero if self._returned(i) == {ZERO}}
 
 
 def units(tree: Any, first: int = 0) -> Iterator[Unit]:
@@ -281,17 +286,6 @@ def argument_names(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     known = [p.name for p in parameters if p.kind <= last][: len(args)]
     rest = next((p.name for p in parameters if p.kind == last + 1), "args")
     return [*known, *(f"{rest}[{i}]" for i in range(len(args) - len(known))), *kwargs]
-
-
-class _Array:
-    """Replaces an array in the output of the step."""
-
-
-_ARRAY: Final = _Array()
-
-
-def _same(i: int, *, decayed: bool) -> set[Value | None]:
-    return {Value("input", i), *([Value("decayed", i)] if decayed else [])}
 
 
 def _is_of_optax(x: Any) -> bool:
