@@ -195,6 +195,14 @@ def test_a_new_module_that_a_method_does_not_assign(name):
     assert audit(step, Outer(make()), XS) == ([] if name == "assigned" else lost)
 
 
+def test_state_that_is_written_twice_has_the_name_of_its_own_argument():
+    def step(other, model, xs):
+        y, new = es.mutable(model)(xs[0])
+        return other, es.mutable(new)(y)[0]
+
+    assert audit(step, make(), make(), XS) == LOST
+
+
 def test_state_that_a_later_call_overwrites_is_not_lost():
     class Last(es.Module):
         x: es.State

@@ -178,9 +178,9 @@ class Dataflow:
         self.named.setdefault(mark, value)
         if mark == LEFT_OUT:
             self.left_out.add(value)
-        if mark.startswith(WRITTEN) and value == NEW:
+        if mark.startswith(WRITTEN) and value.what in ("new", "derived"):
             old = self.named.get(mark.replace(WRITTEN, OVERWRITTEN), NEW)
-            return Value("written", old.of) if old.what in OWNED else NEW
+            return Value("written", old.of) if old.what in OWNED else value
         return value
 
     def _computed(self, equation: Any, given: list[Value]) -> list[Value]:
