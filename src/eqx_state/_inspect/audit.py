@@ -197,7 +197,7 @@ def _repeated_keys(step: TracedStep) -> Found:
                 yield step.leaves[i].name, _REPEATED
     for x in flow.constants.values():
         if Value("constant", id(x)) in flow.needed:
-            yield step.closure.name(x) or "key", _CLOSED_OVER
+            yield step.name_of_constant(x) or "key", _CLOSED_OVER
 
 
 def _equal_keys(step: TracedStep) -> Found:
@@ -248,14 +248,14 @@ def _constant(step: TracedStep) -> Found:
     for x in step.flow.constants.values():
         if np.size(x) <= _LARGE:
             continue
-        name = step.closure.name(x)
+        name = step.name_of_constant(x)
         # A NumPy array that nothing closes over was computed in the step.
         if name or isinstance(x, jax.Array):
             yield name or f"an array of shape {np.shape(x)}", _CONSTANT
 
 
 def _static(step: TracedStep) -> Found:
-    if any(isinstance(f, _COMPILED) for f in wrappers(step.closure.f)):
+    if any(isinstance(f, _COMPILED) for f in wrappers(step.f)):
         for leaf in step.leaves:
             is_number = type(leaf.value) in (int, float)
             if is_number and leaf.visit.context.owner is None:

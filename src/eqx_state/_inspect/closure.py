@@ -1,11 +1,10 @@
 """The names of the arrays that a function closes over, for `es.audit`."""
 
 import contextlib
-import functools as ft
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -30,35 +29,34 @@ def wrappers(f: Any) -> Iterator[Any]:
         f = getattr(f, "__wrapped__", None) if layer is None else layer.inner
 
 
-class Closure:
-    """The arrays that a function closes over, also by the functions that it calls."""
+def arrays_in(f: Any, classes: Iterable[type]) -> list[tuple[str, Any]]:
+    """The arrays that a function closes over, also by the functions that it calls.
 
-    def __init__(self, f: Any, classes: list[type]):
-        """`classes`: those of the models that it is given."""
-        self.f, self.classes = f, classes
+    They have names such as `model.weight`. `classes`: those of the models that the
+    function is given.
+    """
+    found: list[tuple[str, Any]] = []
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no `id` is reused
+    todo = [("", f), *(("", cls) for cls in classes)]
+    while todo:
+        name, x = todo.pop()
+        if id(x) in seen:
+            continue
+        seen[id(x)] = x
+        if is_array(x):
+            found.append((name, x))
+        else:
+            todo += _below(name, x)
+    return found
 
-    def name(self, constant: Any) -> str | None:
-        """The name of a constant of the jaxpr, such as `model.weight`."""
-        for name, x in self._arrays:
-            if x is constant or _is_copy(x, constant):
-                return name
-        return None
 
-    @ft.cached_property
-    def _arrays(self) -> list[tuple[str, Any]]:
-        found: list[tuple[str, Any]] = []
-        seen: dict[int, Any] = {}  # keeps the objects alive, so that no `id` is reused
-        todo = [("", self.f), *(("", cls) for cls in self.classes)]
-        while todo:
-            name, x = todo.pop()
-            if id(x) in seen:
-                continue
-            seen[id(x)] = x
-            if is_array(x):
-                found.append((name, x))
-            else:
-                todo += _below(name, x)
-        return found
+def is_constant(x: Any, constant: Any) -> bool:
+    """Whether a constant of a jaxpr is an array, or JAX's copy of a NumPy array."""
+    if x is constant:
+        return True
+    if not is_numpy(x) or x.shape != np.shape(constant) or is_typed(constant):
+        return False
+    return np.array_equal(x, constant)
 
 
 def _below(name: str, x: Any) -> Iterator[tuple[str, Any]]:
@@ -107,10 +105,3 @@ def _is_of_library(x: Any) -> bool:
     file = getattr(module, "__file__", None)
     is_ours = str(x.__module__).partition(".")[0] == "eqx_state"
     return is_ours or file is not None and str(file).startswith(_INSTALLED)
-
-
-def _is_copy(x: Any, constant: Any) -> bool:
-    """Whether a constant is the copy that JAX makes of a NumPy array."""
-    if not is_numpy(x) or x.shape != np.shape(constant) or is_typed(constant):
-        return False
-    return np.array_equal(x, constant)

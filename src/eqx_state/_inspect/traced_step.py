@@ -22,7 +22,7 @@ from .._tree.context import children
 from .._tree.dtypes import is_traceable
 from .._tree.keys import is_typed
 from .._tree.walk import Visit, walk
-from .closure import Closure
+from .closure import arrays_in, is_constant
 from .dataflow import Dataflow, Value, ZERO
 
 
@@ -89,14 +89,15 @@ class Unit(NamedTuple):
 class TracedStep:
     """One call, traced.
 
+    - `f`: the step.
     - `trees`: the arguments and their names, and the object to which `f` is bound.
     - `leaves`: the leaves of all of them; `inputs`: the positions of the arrays.
-    - `modules`: every module in them, parents first.
+    - `units`: the models among them; `modules`: every module in them, parents first.
     - `flow`: what is known about the outputs; `marks`: the writes.
-    - `closure`: what the step closes over.
     """
 
     def __init__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.f = f
         names = argument_names(f, args, kwargs)
         given = [*args, *kwargs.values()]
         if (bound := receiver(f)) is not None:
@@ -104,11 +105,11 @@ class TracedStep:
 
         self.trees = [*zip(names, given, strict=True)]
         self.leaves: list[Leaf] = []
+        self.units: list[Unit] = []
         self.modules: list[Unit] = []
         for name, tree in self.trees:
             self._add(name, tree)
         self.inputs = [i for i, x in enumerate(self.leaves) if is_traceable(x.value)]
-        self.closure = Closure(f, [type(unit.node) for unit in self.modules])
 
         arrays, rest = eqx.partition(given, is_traceable)
         flat, structure = jtu.tree_flatten(arrays)
@@ -144,6 +145,7 @@ class TracedStep:
         nodes = jtu.tree_leaves(tree, is_leaf=_is_of_optax)
         is_moment = [_is_of_optax(x) for x in nodes for _ in jtu.tree_leaves(x)]
         first = len(self.leaves)
+        self.units += units(tree, first)
         for visit in walk(tree):
             path, start = f"{name}{keystr(visit.path)}", len(self.leaves)
             if visit.is_leaf:
@@ -152,6 +154,15 @@ class TracedStep:
             else:
                 inside = range(start, start + jtu.tree_structure(visit.node).num_leaves)
                 self.modules.append(Unit(visit.node, inside, path))
+
+    def name_of_constant(self, constant: Any) -> str | None:
+        """The name of a constant of the jaxpr, `None` if the step made it."""
+        pairs = self._closed_over
+        return next((name for name, x in pairs if is_constant(x, constant)), None)
+
+    @ft.cached_property
+    def _closed_over(self) -> list[tuple[str, Any]]:
+        return arrays_in(self.f, (type(unit.node) for unit in self.modules))
 
     # --- What comes back --------------------------------------------------------------
 
@@ -205,14 +216,10 @@ class TracedStep:
         """
         self._partners: dict[int, list[int]] = {}
         self._replaced: dict[range, None] = {}
-        given, first = [], 0
-        for _, tree in self.trees:
-            given += units(tree, first)
-            first += jtu.tree_structure(tree).num_leaves
         found: list[tuple[Unit, list[Unit]]] = []
         for new in units(self._output):
             if not found or new.inside.start >= found[-1][0].inside.stop:
-                alike = [x for x in given if _is_alike(x, new)]
+                alike = [x for x in self.units if _is_alike(x, new)]
                 alike = alike or [x for x in self.modules if _is_alike(x, new)]
                 found += [(new, alike)] if alike else []
         # First those of which most comes back.
