@@ -30,7 +30,7 @@ from .reading import (
     VERSION,
     whole_of,
 )
-from .state_dict import by_name, in_common, restore, select, shown
+from .state_dict import by_name, restore, select, shown
 
 
 def save(
@@ -215,16 +215,13 @@ def load(
     if type(cast) is not bool:
         raise TypeError(f"`es.load(..., cast={cast!r})`: {_CAST}")
     named = by_name(like)
-    check_filters(filters, like, "`es.load`")
-    wanted = select(named, filters, like)
-    with stored_arrays(path) as values:
-        unexpected = [] if filters else values.keys() - named.keys()
-        if not strict and (values.keys() & wanted.keys() or not wanted):
-            wanted, values, unexpected = *in_common(wanted, values), []
-        what = f"`es.load`: the file `{path}`"
-        is_before_init = any(model is None for model in recorded_models(like))
-        advice = _BEFORE_INIT if is_before_init else _ADVICE
-        return restore(like, wanted, values, what, advice, unexpected, cast=cast)
+    is_before_init = any(model is None for model in recorded_models(like))
+    advice = _BEFORE_INIT if is_before_init else _ADVICE
+    source = "es.load", f"the file `{path}`"
+    with stored_arrays(path) as arrays:
+        return restore(
+            like, named, filters, arrays, source, advice, strict=strict, cast=cast
+        )
 
 
 def _as_path(path: Any, call: str) -> str:

@@ -153,15 +153,9 @@ def load_state_dict(
     named = by_name(tree)
     rename = renaming(rename, what, named)
     theirs = {name: rename(name) for name in named}
-    check_filters(filters, tree, f"`{what}`")
-    wanted = select(named, filters, tree)
-    values = _looked_up(d, {name: theirs[name] for name in wanted})
-    unexpected = set() if filters else d.keys() - set(theirs.values())
     advice = _NOT_STRICT if strict else _NOT_ONE
-    if not strict and (values or not wanted):
-        wanted, values, unexpected = *in_common(wanted, values), set()
-    what = f"`{what}`: the dictionary"
-    return restore(tree, wanted, values, what, advice, unexpected, theirs)
+    source = what, "the dictionary"
+    return restore(tree, named, filters, d, source, advice, theirs, strict=strict)
 
 
 def _looked_up(d: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any]:
@@ -225,9 +219,7 @@ def select(named: Named, filters: tuple[Filter, ...], tree: PyTree) -> Named:
     return {k: entry for k, entry in named.items() if is_meant(whole_of(entry[1]))}
 
 
-def in_common(
-    named: Named, values: Mapping[str, Any]
-) -> tuple[Named, Mapping[str, Any]]:
+def _in_common(named: Named, values: Mapping[str, Any]) -> tuple[Named, dict[str, Any]]:
     """The arrays with values, and all layers of a stack if one has a value.
 
     Layers without a value keep their arrays. In an abstract stack they have none, so
@@ -301,32 +293,40 @@ Globs must match the whole name, as in `es.path_matches`. Names look like {}."""
 
 def restore(
     tree: Tree,
-    wanted: Named,
-    values: Mapping[str, Any],
-    what: str,
+    named: Named,
+    filters: tuple[Filter, ...],
+    given: Mapping[str, Any],
+    source: tuple[str, str],
     advice: str,
-    unexpected: Iterable[Any] = (),
     theirs: Mapping[str, str] | None = None,
     *,
+    strict: bool,
     cast: bool | None = None,
 ) -> Tree:
-    """`tree` with the wanted values, or one error that lists all problems.
+    """`tree` with the values of `given`, or one error that lists all problems.
 
-    The error begins with `what`. If names differ, it ends with `advice`. `unexpected`
-    names are problems, too. `theirs` maps names in the tree to the names of the values,
+    The error begins with `source`, the name of the caller and that of `given`. If names
+    differ, it ends with `advice`. `theirs` maps names in the tree to names in `given`,
     if they differ. `cast` is that of `differences`.
     """
+    theirs = {name: name for name in named} if theirs is None else theirs
+    check_filters(filters, tree, f"`{source[0]}`")
+    wanted = select(named, filters, tree)
+    values = _looked_up(given, {name: theirs[name] for name in wanted})
+    unexpected = set() if filters else given.keys() - set(theirs.values())
+    if not strict and (values or not wanted):
+        wanted, values, unexpected = *_in_common(wanted, values), set()
 
     def label(name: str) -> str:
-        other = name if theirs is None else theirs[name]
-        return shown(name) if other == name else f"{shown(name)} (there: {other})"
+        is_same = theirs[name] == name
+        return shown(name) if is_same else f"{shown(name)} (there: {theirs[name]})"
 
     missing = [name for name in wanted if name not in values]
     more = [str(name) for name in unexpected]
     problems = {"missing": [label(name) for name in missing], "unexpected": more}
     if not missing + more:
         advice = ""
-    elif missing and {f"[{name!r}]" for name in missing} <= {*values}:
+    elif missing and {f"[{name!r}]" for name in missing} <= given.keys():
         advice = _OF_A_STATE_DICT
     fitted: dict[str, Any] = {}
     too_large: set[str] = set()  # found while arrays are read
@@ -351,7 +351,7 @@ def restore(
     if too_large:
         problems["too large"] = [*too_large]
         advice = f"{advice} {_TOO_LARGE}".lstrip()
-    complain(problems, what, advice)
+    complain(problems, f"`{source[0]}`: {source[1]}", advice)
     return loaded
 
 
