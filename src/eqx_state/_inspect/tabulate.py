@@ -1,7 +1,6 @@
 """`es.tabulate`: a model as a table: a row for each module, a column for each kind."""
 
 import dataclasses
-import io
 import math
 import re
 import shutil
@@ -252,26 +251,21 @@ class _Row:
 
 def _rows(tree: PyTree, depth: int | None) -> list[_Row]:
     """The rows of all modules."""
-    root = _Row((), _class(tree, is_frozen=False), 0)
-    rows = [root]
-    # Maps the path of a module to its row, or to the row of the nearest outer module.
-    row_at = {(): root}
+    # By the path of a module: its row, or below `depth`, that of the nearest outer one.
+    rows = {(): _Row((), _class(tree, is_frozen=False), 0)}
     for visit in walk(tree):
         above = (visit.path[:n] for n in range(len(visit.path), -1, -1))
-        nearest = next(path for path in above if path in row_at)
-        row = row_at[nearest]
-        if not visit.is_leaf:
-            if not visit.path or _is_index(visit):
-                continue
+        nearest = next(path for path in above if path in rows)
+        row = rows[nearest]
+        if is_array(visit.node) or isinstance(visit.node, Initializer):
+            line = _line(visit, row.path) if nearest == row.path else ""
+            row.entries.append(_Entry(kind_at(visit), line, visit.node))
+        elif visit.path and not visit.is_leaf and not _is_index(visit):
             if row.level != depth:
                 module = _class(visit.node, visit.context.frozen)
                 row = _Row(visit.path, module, row.level + 1)
-                rows.append(row)
-            row_at[visit.path] = row
-        elif is_array(visit.node) or isinstance(visit.node, Initializer):
-            line = _line(visit, row.path) if nearest == row.path else ""
-            row.entries.append(_Entry(kind_at(visit), line, visit.node))
-    return rows
+            rows[visit.path] = row
+    return [row for path, row in rows.items() if row.path == path]
 
 
 def _line(visit: Visit, above: KeyPath) -> str:
@@ -363,8 +357,9 @@ def _render(headers: list[str], *rows: list[str]) -> str:
         table.add_column(header, overflow="fold")  # nothing is cut
     for row in rows:
         table.add_row(*map(Text, row))  # not `str`: `[0]` would be markup
-    out = io.StringIO()
     plain = dict.fromkeys(("force_terminal", "force_jupyter", "legacy_windows"), False)
     width = shutil.get_terminal_size().columns
-    Console(file=out, width=width, color_system=None, **plain).print(table)
-    return re.sub(" +$", "", out.getvalue(), flags=re.MULTILINE)
+    console = Console(width=width, color_system=None, **plain)
+    with console.capture() as text:
+        console.print(table)
+    return re.sub(" +$", "", text.get(), flags=re.MULTILINE)
