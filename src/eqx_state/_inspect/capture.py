@@ -1,5 +1,6 @@
 """`es.capture`: a model's output together with sown values and outputs of layers."""
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, overload, TypeVar
@@ -114,8 +115,8 @@ def _replaced(name: str, new: Any, out: Any, layers: Any) -> Any:
         return new(out)
     what = f"the output of `{name or 'the model'}`"
     for value in (new, *_of_layer(new, layers)):
-        if (fitted := _fitted(value, out, what)) is not None:
-            return jtu.tree_unflatten(jtu.tree_structure(out), fitted)
+        with contextlib.suppress(ValueError):  # from `tree_map` or `_as_output`
+            return jtu.tree_map(lambda old, x: _as_output(x, old, what), out, value)
     raise ValueError(_OTHER_OUTPUT.format(what, show(out), show(new)))
 
 
@@ -129,22 +130,14 @@ def _of_layer(new: Any, layers: Any) -> list[Any]:
     return [structure.unflatten(jnp.asarray(x)[index] for x in leaves)]
 
 
-def _fitted(new: Any, out: Any, what: str) -> list[Any] | None:
-    """The leaves of `new` for those of `out`, or `None` if they do not fit."""
-    leaves, structure = jtu.tree_flatten(out)
-    try:
-        pairs = zip(structure.flatten_up_to(new), leaves, strict=True)
-        given = [_as_output(x, old, what) for x, old in pairs]
-    except ValueError:  # from `flatten_up_to` or `fit_leaf`
-        return None
-    return given if all(map(same_type, leaves, given)) else None
-
-
 def _as_output(new: Any, old: Any, what: str) -> Any:
-    """`new` as an array, with `old`'s dtype if it has none. Numbers are broadcast."""
+    """`new` as an array like `old`. Numbers are broadcast, and have its dtype."""
     is_number = type(new) in NUMBERS
     new = fit_leaf(old, new, what)
-    return jnp.broadcast_to(new, jnp.shape(old)) if is_number else new
+    new = jnp.broadcast_to(new, jnp.shape(old)) if is_number else new
+    if not same_type(old, new):
+        raise ValueError
+    return new
 
 
 _NO_MODULE: Final = """`{0}` looks into the model, which is the first argument. Here \
