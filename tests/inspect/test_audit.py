@@ -274,6 +274,14 @@ def test_a_key_that_is_drawn_from_and_comes_back(how, make_key):
 KEY, OLD_KEY = jr.key(0), jr.PRNGKey(0)
 
 
+def test_keys_of_a_stack_that_come_out_of_a_loop():
+    def step(stack, x):
+        return jax.lax.scan(lambda x, layer: (layer(x), layer), x, stack)
+
+    stack = Noise(jr.split(KEY, 2))
+    assert audit(step, stack, X) == [("repeated key", "stack.rng")]
+
+
 @pytest.mark.parametrize("key", [KEY, OLD_KEY])
 def test_a_key_that_the_step_closes_over(key):
     assert audit(lambda x: x + jr.normal(key), X) == [("repeated key", "key")]

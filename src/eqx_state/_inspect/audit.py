@@ -173,20 +173,16 @@ def _lost(step: TracedStep) -> Found:
             old = flow.named.get(f"{OLD}{n}", Value("new"))
             is_argument = old.what in OWNED
             leaf = step.leaves[old.of] if is_argument else _find(step, mark.name)
-            is_of_optimizer = leaf is not None and leaf.is_of_optimizer
-            text = _LOST_OPTIMIZER if is_of_optimizer else _LOST
-            yield mark.name if leaf is None else _of_whole(leaf), text
+            if leaf is not None and leaf.is_of_optimizer:
+                yield leaf.name.rpartition(".opt_state")[0], _LOST_OPTIMIZER
+            else:
+                yield mark.name if leaf is None else leaf.name, _LOST
 
 
 def _find(step: TracedStep, name: str) -> Leaf | None:
     """The first leaf of an argument that ends with the name of a state."""
     ends = f".{name}", f"]{name}"
     return next((leaf for leaf in step.leaves if leaf.name.endswith(ends)), None)
-
-
-def _of_whole(leaf: Leaf) -> str:
-    """The name of a leaf; of an `es.Optimizer`, that of the whole."""
-    return leaf.name.rpartition(".opt_state")[0] if leaf.is_of_optimizer else leaf.name
 
 
 def _repeated_keys(step: TracedStep) -> Found:

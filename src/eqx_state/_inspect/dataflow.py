@@ -251,7 +251,9 @@ def _slice(x: Value) -> Value:
 
 def _stacked(x: Value) -> Value:
     """What is known about the values of all steps together."""
-    return x.of if x.what == "slice" else x if x == ZERO else NEW
+    if x.what == "slice":
+        return x.of
+    return x if x == ZERO else NEW
 
 
 def _whole(x: Value) -> Value:
