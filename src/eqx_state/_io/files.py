@@ -127,9 +127,8 @@ def save(
             all_metadata = {**(metadata or {}), **about}
             safetensors.numpy.save_file(arrays, temporary, all_metadata)
     except (OSError, safetensors.SafetensorError) as e:
-        number, reason = errno.EIO, str(e)  # safetensors' errors have only a text
-        if isinstance(e, OSError):
-            number, reason = e.errno, e.strerror
+        # safetensors' errors have only a text.
+        number, reason = getattr(e, "errno", errno.EIO), getattr(e, "strerror", e)
         text = f"`es.save` cannot write `{path}`: {reason}."
         raise OSError(number, f"{text} Nothing on disk was changed.") from e
 
