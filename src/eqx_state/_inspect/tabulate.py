@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 import shutil
-from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -121,8 +120,8 @@ def tabulate(
     is_trainable = bind(trainable, tree)
     return (
         f"{_table(rows, totals, calls, whole)}"
-        f"Total: {_size(p.value for p in arrays)}\n"
-        f"Trainable: {_size(p.value for p in arrays if is_trainable(p))}\n"
+        f"Total: {_size([p.value for p in arrays])}\n"
+        f"Trainable: {_size([p.value for p in arrays if is_trainable(p)])}\n"
     )
 
 
@@ -322,15 +321,13 @@ def _kind(kind: Kind | None) -> str:
     return "no kind" if kind is None else kind.__name__
 
 
-def _size(arrays: Iterable[Any], whole: int = 0) -> str:
+def _size(arrays: list[Any], whole: int = 0) -> str:
     """The numbers of elements and bytes; for a typed key, the bytes of its data.
 
     If `whole` is not 0, also their share of this number of elements.
     """
-    count = size = 0
-    for x in arrays:
-        count += math.prod(x.shape)
-        size += math.prod(x.shape) * x.dtype.itemsize
+    count = sum(x.size for x in arrays)
+    size = sum(x.size * x.dtype.itemsize for x in arrays)
     share = f", {count / whole:.1%}" if whole else ""
     return f"{count:,} ({_bytes(size)}){share}"
 
