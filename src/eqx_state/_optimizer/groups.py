@@ -55,18 +55,6 @@ class Groups(NamedTuple):
                 labels.append(None if self.txs[n] is None else n)
         return tuple(labels)
 
-    def parameters(self, labels: Labels, params: PyTree) -> list[tuple[Any, PyTree]]:
-        """The transformation of each group, and its parameters as optax passes them."""
-        used = [n for n in labels if n is not None]
-        values, structure = jtu.tree_flatten(params)
-        hole = optax.MaskedNode()
-
-        def of(group: int) -> PyTree:
-            pairs = zip(values, used, strict=True)
-            return structure.unflatten(x if n == group else hole for x, n in pairs)
-
-        return [(self.txs[n], of(n)) for n in sorted({*used})]
-
     def transformation(self, labels: Labels, params: PyTree) -> Any:
         """The transformation of all groups, for these parameters."""
         used = [n for n in labels if n is not None]

@@ -184,13 +184,10 @@ class Optimizer(AbstractPerParameter):
         values, whole = jtu.tree_flatten(model)
         is_selected = [x is not None for x in whole.flatten_up_to(selected)]
         params = in_groups(selected, labels)
+        tx = self._tx(labels, params)
         if self.stacks is None:
-            each = [(self.tx, params)]
-            if labels is not None:
-                each = self.tx.parameters(labels, params)
-            for tx, its_params in each:
-                check_stacks(tx, its_params)
-        opt_state = _own(self._tx(labels, params).init(params))
+            check_stacks(tx, params)
+        opt_state = _own(tx.init(params))
         check_no_lookahead(opt_state)  # of a model that is not a pair
         made = _MadeFor(
             jtu.tree_structure(selected),

@@ -6,14 +6,16 @@ function of optax has made it.
 """
 
 import contextlib
-import functools as ft
+import inspect
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
+import jax
 import jax.tree_util as jtu
 import optax
 
+from .._transforms.reach import captured
 from .._tree.parts import in_a_layer, slice_at
 from .._tree.walk import leaves, map_leaves, name_of, Visit
 from .._typing import PyTree
@@ -42,8 +44,30 @@ _WHOLE: Final = frozenset(
 
 def check_stacks(tx: Any, params: PyTree) -> None:
     """Raise `ValueError` if `tx` treats a stack in `params` unlike a list of layers."""
-    for problem in _problems(tx, params, {}):
-        raise ValueError(_PER_LAYER.format(problem, _stack_in(params)))
+    if (stack := _stack_in(params)) is None:
+        return
+    seen: set[int] = set()
+    todo = [tx]
+    for x in todo:  # it grows, and keeps all objects alive, so that no `id` is reused
+        if id(x) in seen or getattr(x, "__module__", "") == PerLayerState.__module__:
+            continue
+        seen.add(id(x))
+        name = _maker(x)
+        if name in _WHOLE:
+            raise ValueError(_PER_LAYER.format(_LOOKS.format(name), stack))
+        inside = inspect.getclosurevars(x).nonlocals if name else {}
+        if name == "masked" and "inner" in inside:
+            _check_labels(inside["mask"], {True: inside["inner"]}, params, stack)
+        elif name == "partition" and "transforms" in inside:
+            _check_labels(inside["param_labels"], inside["transforms"], params, stack)
+        elif "numeric_hps" in inside:  # `inject_hyperparams`, which makes it each time
+            values = {k: f(f.init()) for k, f in inside["sched_hps"].items()}
+            values |= {**inside["numeric_hps"], **inside["other_hps"]}
+            todo.append(inside["inner_factory"](**values))
+        else:
+            todo += captured(x)
+            if hasattr(x, "init") and hasattr(x, "update"):  # as `optax.MultiSteps`
+                todo += getattr(x, "__dict__", {}).values()
 
 
 def _stack_in(params: PyTree) -> str | None:
@@ -54,60 +78,6 @@ def _stack_in(params: PyTree) -> str | None:
     return None
 
 
-def _problems(x: Any, params: PyTree, seen: dict[Any, Any]) -> Iterator[str]:
-    """The transformations and masks in `x` that would be applied to a stack."""
-    key = id(x), id(params)
-    if key in seen or _stack_in(params) is None:
-        return
-    seen[key] = x, params  # keep them alive, so that no `id` is used twice
-    name, inside = _maker(x), _closure(x)
-    if name in _WHOLE:
-        yield f"`{name}` looks at whole arrays"
-    elif name == "masked" and "inner" in inside:
-        yield from _unlike_layers(inside["mask"], params)
-        selected = _where(inside["mask"], True, params)
-        yield from _problems(inside["inner"], selected, seen)
-    elif name == "partition" and "transforms" in inside:
-        labels = inside["param_labels"]
-        yield from _unlike_layers(labels, params)
-        for label, tx in inside["transforms"].items():
-            yield from _problems(tx, _where(labels, label, params), seen)
-    elif "numeric_hps" in inside:  # `inject_hyperparams`, which makes it in each step
-        values = {k: f(f.init()) for k, f in inside["sched_hps"].items()}
-        values |= {**inside["numeric_hps"], **inside["other_hps"]}
-        yield from _problems(inside["inner_factory"](**values), params, seen)
-    elif getattr(x, "__module__", "") != PerLayerState.__module__:
-        for part in _made_of(x):
-            yield from _problems(part, params, seen)
-
-
-def _made_of(x: Any) -> Iterable[Any]:
-    """What a function or an object could call."""
-    if isinstance(x, types.FunctionType):
-        defaults = *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()
-        return (*_closure(x).values(), *defaults)
-    if isinstance(x, types.MethodType):
-        return x.__self__, x.__func__
-    if isinstance(x, ft.partial):
-        return (x.func, *x.args, *x.keywords.values())
-    if isinstance(x, Mapping):
-        return x.values()
-    if isinstance(x, (tuple, list)):
-        return x
-    is_like_optax = hasattr(x, "init") and hasattr(x, "update")  # `optax.MultiSteps`
-    return getattr(x, "__dict__", {}).values() if is_like_optax else ()
-
-
-def _closure(f: Any) -> dict[str, Any]:
-    """The variables of a function's closure."""
-    found: dict[str, Any] = {}
-    code, cells = getattr(f, "__code__", None), getattr(f, "__closure__", None)
-    for name, cell in zip(code.co_freevars if code else (), cells or (), strict=True):
-        with contextlib.suppress(ValueError):  # it has no value yet
-            found[name] = cell.cell_contents
-    return found
-
-
 def _maker(f: Any) -> str:
     """The function of optax that has made `f`; `""` for any other `f`."""
     is_optax = str(getattr(f, "__module__", "")).partition(".")[0] == "optax"
@@ -115,48 +85,40 @@ def _maker(f: Any) -> str:
     return f.__qualname__.partition(".")[0] if is_optax and is_function else ""
 
 
-# --- Masks and labels: a tree of values, or a function of the parameters that returns
-# one. The tree may be a prefix of the parameters.
+def _check_labels(
+    labels: Any, txs: Mapping[Any, Any], params: PyTree, stack: str
+) -> None:
+    """`check_stacks` for the transformation of each label, and for the labels.
 
+    `labels`: a tree of labels, which may be a prefix of the parameters; or a function
+    of the parameters that returns one, as masks by `ndim` do.
+    """
 
-def _is_function(mask: Any) -> bool:
-    return callable(mask) and jtu.all_leaves([mask])
+    def of(params: PyTree) -> list[Any]:
+        is_function = callable(labels) and jtu.all_leaves([labels])
+        tree = labels(params) if is_function else labels
+        return jtu.tree_leaves(jax.tree.broadcast(tree, params))
 
-
-def _answers(mask: Any, params: PyTree) -> PyTree:
-    """The value that a mask has for each array."""
-    values = mask(params) if _is_function(mask) else mask
-    return jtu.tree_map(
-        lambda x, below: jtu.tree_map(lambda _: x, below), values, params
-    )
-
-
-def _where(mask: Any, value: Any, params: PyTree) -> PyTree:
-    """The parameters for which a mask has this value; others are holes of optax."""
-    answers = jtu.tree_leaves(_answers(mask, params))
-    flat, structure = jtu.tree_flatten(params)
-    pairs = zip(flat, answers, strict=True)
-    return structure.unflatten(
-        x if a == value else optax.MaskedNode() for x, a in pairs
-    )
-
-
-def _unlike_layers(mask: Any, params: PyTree) -> Iterator[str]:
-    """Yields a mask that has different values for a stack and for one layer of it."""
-    if _is_function(mask):
-        whole, layer = jtu.tree_leaves(_answers(mask, params)), None
-        # A mask that fails for layers is meant for stacks.
-        with contextlib.suppress(Exception), in_a_layer():
-            layer = jtu.tree_leaves(_answers(mask, map_leaves(_first_layer, params)))
-        if layer is not None and layer != whole:
-            name, own = _maker(mask), mask.__qualname__
-            yield f"`{name}` looks at whole arrays" if name else _MASK.format(own)
+    found = of_layer = of(params)
+    # A function that fails for layers is meant for stacks.
+    with contextlib.suppress(Exception), in_a_layer():
+        of_layer = of(map_leaves(_first_layer, params))
+    if of_layer != found:
+        name = getattr(labels, "__qualname__", type(labels).__qualname__)
+        raise ValueError(_PER_LAYER.format(_MASK.format(name), stack))
+    values, structure = jtu.tree_flatten(params)
+    for label, tx in txs.items():
+        pairs = zip(values, found, strict=True)
+        own = [x if y == label else optax.MaskedNode() for x, y in pairs]
+        check_stacks(tx, structure.unflatten(own))
 
 
 def _first_layer(visit: Visit) -> Any:
     index = (0,) * len(visit.context.stacks)
     return slice_at(visit.node, index) if index else visit.node
 
+
+_LOOKS: Final = "`{}` looks at whole arrays"
 
 _MASK: Final = "the mask `{}` has different values for the arrays of one layer"
 
