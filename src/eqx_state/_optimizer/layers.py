@@ -1,7 +1,6 @@
 """`es.per_layer`: an optax transformation that treats each layer of a stack alone."""
 
 import functools as ft
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -13,11 +12,10 @@ import jax.random as jr
 import jax.tree_util as jtu
 import optax
 
-from .._compat import manual_axes
 from .._tree.keys import is_key, key_at, num_key_axes
 from .._tree.parts import check_has_axes, in_a_layer, is_in_a_layer
-from .._tree.walk import leaves, name_of, Visit
-from .._typing import KeyPath, PyTree
+from .._tree.walk import leaves, name_of
+from .._typing import PyTree
 from .groups import with_extra_args
 
 
@@ -38,7 +36,7 @@ class _Part(NamedTuple):
     In a stack of stacks, those of an inner stack.
     """
 
-    name: str  # of the stack; outside of stacks, of the first array
+    name: str | None  # of the stack; `None` outside of stacks
     lengths: tuple[int, ...]  # of the stacks around the arrays, outermost first
     positions: list[int]  # of the arrays among the leaves
 
@@ -65,9 +63,10 @@ def per_layer(
     outside. For example,
     `optax.chain(optax.clip_by_global_norm(1.0), es.per_layer(optax.lamb(1e-3)))`.
 
-    A mask that is a function is called with the arrays of one layer. A mask that is a
-    tree of bools is used as it is, and not checked: if you have made it from the
-    shapes of the stacked arrays, it sees an axis too many.
+    The layers do not get functions of all parameters, such as `value_fn=`. A mask that
+    is a function is called with the arrays of one layer. A mask that is a tree of bools
+    is used as it is, and not checked: if you have made it from the shapes of the
+    stacked arrays, it sees an axis too many.
 
     After `optimizer.refit(model)`, a layer that was appended to a stack has counts of
     0. It has the hyperparameters of the other layers, if these are all equal and `tx`
@@ -91,9 +90,8 @@ def per_layer(
     - `TypeError`: `tx` is neither a transformation nor a function that returns one for
         the number of a layer.
     - `ValueError`, in `init`: `tx` is a function, and an array is not in a stack.
-    - `ValueError`, in `update`: `tx` calls an argument that is a function of all
-        parameters, such as `value_fn=`; or there is one gradient for each example; or
-        in `es.shard_map`, a device has only some of the layers.
+    - `ValueError`, in `update`: there is one gradient for each example; or in
+        `es.shard_map`, a device has only some of the layers.
 
     !!! example
 
@@ -119,31 +117,32 @@ def per_layer(
         optimizer = es.Optimizer(rules).init(model)
         ```
     """
-    make: Any = None if _is_transformation(tx) else tx
-    if make is not None:
-        given = getattr(tx, "__qualname__", type(tx).__qualname__)
-        if not _is_users_function(make):
-            raise TypeError(_NOT_A_TX.format(given))
-        if not _takes_a_number(make):
-            raise TypeError(_NO_ARGUMENT.format(given))
+    is_tx, name = _is_transformation(tx), getattr(tx, "__qualname__", type(tx).__name__)
+    if not is_tx and not _is_users_function(tx):
+        raise TypeError(_NOT_A_TX.format(f"`{name}` was given"))
 
     def of(layer: Any) -> optax.GradientTransformationExtraArgs:
-        return with_extra_args(tx if make is None else _made(make, layer))
+        made: Any = tx if is_tx else tx(layer)
+        if not _is_transformation(made):
+            given = f"`{name}` returned `{type(made).__qualname__}`"
+            raise TypeError(_NOT_A_TX.format(given))
+        return with_extra_args(made)
 
     def init(params: PyTree) -> PerLayerState:
-        others, stacks = _by_stack(params)
-        if make is not None and others is not None:
-            raise ValueError(_OUTSIDE.format(others.name))
+        parts = _by_stack(params)
+        if not is_tx and None in parts:
+            outside = leaves(params)[parts[None].positions[0]]
+            raise ValueError(_OUTSIDE.format(outside.name))
 
         def made(part: _Part) -> Any:
             def init_layer(layer: Any, params: PyTree) -> Any:
-                own = ft.partial(_own_key, part, layer)
-                return jtu.tree_map(own, of(layer).init(params))
+                own_key = ft.partial(_own_key, part, layer)
+                return jtu.tree_map(own_key, of(layer).init(params))
 
-            own_params = _only(params, part)
-            return _placed(_mapped(init_layer, part, own_params), own_params)
+            own = _only(params, part)
+            return _placed(_mapped(init_layer, part, own), own)
 
-        return _state(made, others, stacks)
+        return _state({name: made(part) for name, part in parts.items()})
 
     def update(
         updates: PyTree,
@@ -151,7 +150,6 @@ def per_layer(
         params: PyTree | None = None,
         **extra: Any,
     ) -> tuple[PyTree, PerLayerState]:
-        others, stacks = _by_stack(updates)
         values, structure = jtu.tree_flatten(updates)
         if params is not None:
             olds = structure.flatten_up_to(params)
@@ -163,99 +161,60 @@ def per_layer(
         shared = {k: x for k, x in extra.items() if k not in like}
 
         def updated(part: _Part) -> Any:
+            # A function of all parameters, such as `value_fn=`, is none of one layer.
+            is_shared = lambda x: not (part.lengths and is_function(x))  # noqa: E731
+            own = {k: x for k, x in shared.items() if is_shared(x)}
+
             def update_layer(layer: Any, trees: Any, like: Any, state: Any) -> Any:
                 updates, params = trees
-                own = {k: _of_all(k, x) for k, x in shared.items()}
                 return of(layer).update(updates, state, params, **like, **own)
 
-            trees = [x if x is None else _only(x, part) for x in (updates, params)]
+            trees = [_only(x, part) for x in (updates, params)]
             also = {k: _only(x, part) for k, x in like.items()}
-            is_stack = part is not others
-            old = state.stacks[part.name] if is_stack else state.others
+            old = state.others if part.name is None else state.stacks[part.name]
             new, old = _mapped(update_layer, part, trees, also, old)
             for i, x in zip(part.positions, jtu.tree_leaves(new), strict=True):
                 values[i] = x
             return old
 
-        state = _state(updated, others, stacks)
-        return structure.unflatten(values), state
+        states = {k: updated(part) for k, part in _by_stack(updates).items()}
+        return structure.unflatten(values), _state(states)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _is_transformation(x: Any) -> bool:
-    is_model = isinstance(x, (type, eqx.Module))
-    return hasattr(x, "init") and hasattr(x, "update") and not is_model
+    """Whether `x` is a transformation, and not a model or a class."""
+    is_tx = hasattr(x, "init") and hasattr(x, "update")
+    return is_tx and not isinstance(x, (type, eqx.Module))
 
 
 def _is_users_function(x: Any) -> bool:
     """Whether `x` may be a function of the layer, and not, say, `optax.adam` itself."""
-    of_optax = str(getattr(x, "__module__", "")).partition(".")[0] == "optax"
     is_model = isinstance(x, (type, eqx.Module))
-    return callable(x) and not is_model and not of_optax
+    return callable(x) and not is_model and not is_of_optax(x)
 
 
-def _takes_a_number(make: Callable[..., Any]) -> bool:
-    """Whether the user's function can be called with one argument."""
-    try:
-        inspect.signature(make).bind(0)
-    except (TypeError, ValueError):  # `ValueError`: it has no signature
-        return False
-    return True
+def is_of_optax(x: Any) -> bool:
+    """Whether optax defines a function."""
+    return str(getattr(x, "__module__", "")).partition(".")[0] == "optax"
 
 
-def _made(make: Callable[[Any], Any], layer: Any) -> Any:
-    """The transformation that the user's function returns for a layer."""
-    try:
-        made = make(layer)
-    except _NOT_CONCRETE as error:
-        error.add_note(_TRACED)
-        raise
-    if not _is_transformation(made):
-        name = getattr(make, "__qualname__", type(make).__qualname__)
-        raise TypeError(_RETURNED.format(name, type(made).__qualname__))
-    return made
+def _by_stack(tree: PyTree) -> dict[str | None, _Part]:
+    """The arrays of each stack, by the name of the stack, and those outside."""
+    found: dict[str | None, _Part] = {}
+    for i, visit in enumerate(leaves(tree)):
+        name, lengths, stacks = None, (), visit.context.stacks
+        if stacks and not is_in_a_layer():  # there, the arrays lack the axis
+            check_has_axes(visit)
+            name = name_of(visit.path[: stacks[-1][0]])
+            lengths = tuple(n for _, n in stacks)
+        found.setdefault(name, _Part(name, lengths, [])).positions.append(i)
+    return found
 
 
-_NOT_CONCRETE: Final = (
-    jax.errors.ConcretizationTypeError,  # `if layer > 1`
-    jax.errors.TracerArrayConversionError,  # `np.sqrt(layer)`
-    jax.errors.TracerIntegerConversionError,  # `rates[layer]`
-)
-
-
-def _by_stack(tree: PyTree) -> tuple[_Part | None, list[_Part]]:
-    """The arrays outside of stacks, if there are any, and those of each stack."""
-    others: list[int] = []
-    stacks: dict[KeyPath, _Part] = {}
-    visits = leaves(tree)
-    for i, visit in enumerate(visits):
-        above = visit.context.stacks
-        if above and not is_in_a_layer():  # there, the arrays lack the axis
-            _check_has_all_layers(visit)
-            path = visit.path[: above[-1][0]]
-            new = _Part(name_of(path), tuple(n for _, n in above), [])
-            stacks.setdefault(path, new).positions.append(i)
-        else:
-            others.append(i)
-    first = _Part(visits[others[0]].name, (), others) if others else None
-    return first, [*stacks.values()]
-
-
-def _check_has_all_layers(visit: Visit) -> None:
-    """Raise `ValueError` unless an array has the axes of the stacks around it."""
-    lengths = tuple(n for _, n in visit.context.stacks)
-    if manual_axes() and visit.node.shape[: len(lengths)] != lengths:
-        length = "×".join(map(str, lengths))
-        raise ValueError(_A_SHARD.format(visit.name, visit.node.shape, length))
-    check_has_axes(visit)
-
-
-def _state(
-    f: Callable[[_Part], Any], others: _Part | None, stacks: list[_Part]
-) -> PerLayerState:
-    first = None if others is None else f(others)
-    return PerLayerState(first, {stack.name: f(stack) for stack in stacks})
+def _state(states: dict[Any, Any]) -> PerLayerState:
+    return PerLayerState(states.pop(None, None), states)
 
 
 def _only(tree: PyTree, part: _Part) -> PyTree:
@@ -264,10 +223,8 @@ def _only(tree: PyTree, part: _Part) -> PyTree:
     Not `None`, which some transformations read as a parameter.
     """
     values, structure = jtu.tree_flatten(tree)
-    kept: list[Any] = [optax.MaskedNode()] * len(values)
-    for i in part.positions:
-        kept[i] = values[i]
-    return structure.unflatten(kept)
+    hole, own = optax.MaskedNode(), {*part.positions}
+    return structure.unflatten(x if i in own else hole for i, x in enumerate(values))
 
 
 def _mapped(f: Callable[..., Any], part: _Part, *trees: PyTree) -> Any:
@@ -291,9 +248,9 @@ def _placed(state: PyTree, params: PyTree) -> PyTree:
 
     def place(moment: Any, x: Any) -> Any:
         is_known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-        is_sharded = is_known and len(x.devices()) > 1
-        is_alike = moment.shape == x.shape
-        return jax.device_put(moment, x.sharding) if is_sharded and is_alike else moment
+        if not is_known or len(x.devices()) == 1 or moment.shape != x.shape:
+            return moment
+        return jax.device_put(moment, x.sharding)
 
     return jtu.tree_map(
         lambda x: jtu.tree_map(place, x, params) if is_like(x) else x,
@@ -308,49 +265,19 @@ def _own_key(part: _Part, layer: Any, x: Any) -> Any:
     return jr.fold_in(key_at(x, part.name), layer) if is_one else x
 
 
-def _of_all(name: str, x: Any) -> Any:
-    """An argument of `update` as a layer sees it: no function of all parameters."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise ValueError(_OF_ALL.format(name))
-
-    is_function = callable(x) and jtu.all_leaves([x])
-    return refuse if is_function and is_in_a_layer() else x
+def is_function(x: Any) -> bool:
+    """Whether `x` is a function, and not a pytree that can be called."""
+    return callable(x) and jtu.all_leaves([x])
 
 
 _NOT_A_TX: Final = """`es.per_layer` takes an optax transformation, \
 `es.per_layer(optax.lamb(1e-3))`, or a function of the layer's number that returns \
-one, `es.per_layer(lambda layer: optax.adamw(1e-3 * 0.8 ** (11 - layer)))`, but `{}` \
-was given."""
-
-_NO_ARGUMENT: Final = """The function that `es.per_layer` takes has the number of the \
-layer as its argument, but `{}` cannot be called with one argument. Pass a \
-transformation, `es.per_layer(optax.lamb(1e-3))`, or a function, `es.per_layer(lambda \
-layer: optax.adamw(1e-3 * 0.8 ** (11 - layer)))`."""
-
-_RETURNED: Final = """The function that `es.per_layer` takes returns an optax \
-transformation, but `{}` returned `{}`: `es.per_layer(lambda layer: optax.adamw(1e-3 * \
-0.8 ** (11 - layer)))`."""
-
-_TRACED: Final = """The function in `es.per_layer` is called once for all layers, so \
-the number of the layer is traced. Compute with it in `jax.numpy`, such as \
-`optax.sgd(jnp.where(layer > 1, 1e-3, 1e-4))` or `optax.sgd(jnp.array(rates)[layer])`. \
-For layers with different transformations, divide the stack into two, \
-`(stacked[:2], stacked[2:])`, and give each one a group of its own."""
-
-_A_SHARD: Final = """`es.per_layer` needs all layers of a stack, but in this \
-`es.shard_map`, `{}` has shape {}, and the stack has {} layers. Return the gradients \
-from `es.shard_map`, and update outside: `model, optimizer = optimizer.update(grads, \
-model)`."""
+one, `es.per_layer(lambda layer: optax.adamw(1e-3 * 0.8 ** (11 - layer)))`, but {}."""
 
 _OUTSIDE: Final = """`es.per_layer` was given a function of the layer's number, but \
 `{}` is not in an `es.nn.Stacked`. Give such arrays a group of their own:
 
     es.Optimizer({{es.inside(es.nn.Stacked): es.per_layer(make), ...: tx}})"""
-
-_OF_ALL: Final = """The transformation in `es.per_layer` called `{}=`, a function of \
-all parameters, but it sees one layer. Keep what looks across arrays outside, such as \
-a line search: `optax.chain(es.per_layer(tx), optax.scale_by_zoom_linesearch(15))`."""
 
 _OTHER_SHAPE: Final = """`es.per_layer`: the gradient and the parameter `{}` have \
 different shapes. A transformation that takes one gradient for each example looks \

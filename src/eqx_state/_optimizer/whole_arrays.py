@@ -19,7 +19,7 @@ from .._transforms.reach import captured
 from .._tree.parts import in_a_layer, slice_at
 from .._tree.walk import leaves, map_leaves, name_of, Visit
 from .._typing import PyTree
-from .layers import PerLayerState
+from .layers import is_function, is_of_optax, PerLayerState
 
 
 # Each of them looks at single arrays: their norms, means, or numbers of axes. A test
@@ -80,9 +80,8 @@ def _stack_in(params: PyTree) -> str | None:
 
 def _maker(f: Any) -> str:
     """The function of optax that has made `f`; `""` for any other `f`."""
-    is_optax = str(getattr(f, "__module__", "")).partition(".")[0] == "optax"
-    is_function = isinstance(f, types.FunctionType)
-    return f.__qualname__.partition(".")[0] if is_optax and is_function else ""
+    is_made = is_of_optax(f) and isinstance(f, types.FunctionType)
+    return f.__qualname__.partition(".")[0] if is_made else ""
 
 
 def _check_labels(
@@ -95,8 +94,7 @@ def _check_labels(
     """
 
     def of(params: PyTree) -> list[Any]:
-        is_function = callable(labels) and jtu.all_leaves([labels])
-        tree = labels(params) if is_function else labels
+        tree = labels(params) if is_function(labels) else labels
         return jtu.tree_leaves(jax.tree.broadcast(tree, params))
 
     found = of_layer = of(params)

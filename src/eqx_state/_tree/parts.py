@@ -274,7 +274,8 @@ _NO_AXIS: Final = """An `es.nn.Stacked` has {} layers and an array of shape {}, 
 If a function added this array, such as one that adds an adapter in `es.map_modules`, \
 call the function for each layer: `es.nn.Stacked([add(b, key) for b, key in zip(stack, \
 keys)])`. If the model is an ensemble, map over its members: `es.vmap(model, \
-axes={{...: 0}})`."""
+axes={{...: 0}})`. `es.per_layer` needs all layers: return the gradients from an \
+`es.shard_map` over them, and update outside, `optimizer.update(grads, model)`."""
 
 _OF_THE_ARRAY: Final = """An `es.Part` has no attribute `{0}`. A filter is called with \
 an `es.Part`, which contains the array: `lambda part: part.value.{0}`."""
