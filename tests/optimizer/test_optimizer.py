@@ -383,13 +383,12 @@ def test_a_model_without_its_parameters_is_an_error_that_says_so():
     model = stack([2, 2, 2])
     optimizer = es.Optimizer(optax.sgd(0.1)).init(model)
     grads = es.filter(model, es.trainable)
+    message = r"`layers\[0\]\.\w+`.*got `None`.*all of its parameters.*refit"
     for filter in (es.State, es.path_matches("*weight")):
-        with pytest.raises(ValueError, match=r"` is `None` in the model") as caught:
+        with pytest.raises(ValueError, match=message):
             optimizer.update(grads, es.filter(model, filter))
-        assert "refit" not in str(caught.value)
-    frozen = model.freeze(lambda m: m.layers[0])  # nothing is missing
-    with pytest.raises(ValueError, match="refit"):
-        optimizer.update(grads, frozen)
+    with pytest.raises(ValueError, match=message):
+        optimizer.update(grads, model.freeze(lambda m: m.layers[0]))
 
 
 def test_a_missing_gradient_is_an_error_that_names_the_path(net, x):
@@ -561,10 +560,9 @@ def test_keys_that_a_filter_selects_are_not_trained():
     assert (new.head[0].bias != net.head[0].bias).all()
 
 
-def test_something_else_than_the_model_is_not_a_changed_model():
+def test_something_else_than_the_model_is_an_error():
     model = eqx.nn.Linear(2, 2, key=jr.key(0))
     optimizer = es.Optimizer(optax.sgd(0.1)).init(model)
     for other in ((model, model), jnp.ones(2)):
-        with pytest.raises(ValueError, match="Pass the model that `init`") as info:
+        with pytest.raises(ValueError, match="Pass the model that `init`"):
             optimizer.update(other, other)
-        assert "refit" not in str(info.value)

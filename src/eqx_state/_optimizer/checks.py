@@ -105,7 +105,7 @@ def check_shapes(tx: Any, opt_state: PyTree, params: PyTree, before: Shapes) -> 
             path, x, old = next((p, x, b) for (p, x), b in each if x.shape != b)
             raise ValueError(
                 "`es.Optimizer.update`: the model is not what `init` was given:"
-                f" {_name(path)} has shape {x.shape}, and had {old}. {NEW_ONE}"
+                f" {_name(path)} has shape {x.shape}, and had {old}. {SAME_MODEL}"
             )
 
 
@@ -171,6 +171,7 @@ parameter is `{}`. Their shapes must be equal, or optax would broadcast them. Av
 the gradients of several examples first: `jax.tree.map(lambda g: g.mean(axis=0), \
 grads)`."""
 
-NEW_ONE: Final = """For a different model, or after freezing or unfreezing, refit \
-the optimizer, which keeps the state that still fits: `optimizer = \
+SAME_MODEL: Final = """Pass the model that `init` was given, or all of its \
+parameters: `model.filter(es.Parameter)`. For a model that has changed, also by \
+freezing, refit the optimizer, which keeps the state that still fits: `optimizer = \
 optimizer.refit(model)`."""

@@ -16,12 +16,7 @@ from .._state.lazy import check_not_a_class, check_ready
 from .._state.lost import warn_if_lost
 from .._state.marks import left_out, marked
 from .._tree.base import is_module
-from .._tree.compare import (
-    difference,
-    is_hole,
-    same_modes,
-    structure_with_holes,
-)
+from .._tree.compare import difference, same_modes
 from .._tree.dtypes import NUMBERS, to_strong
 from .._tree.filters import check_filter, Filter, TO_TRAIN, trainable
 from .._tree.followers import AbstractPerParameter
@@ -29,7 +24,7 @@ from .._tree.keys import copied
 from .._tree.parts import is_inexact
 from .._tree.rules import check_rules, misplaced, nothing_selected
 from .._tree.select import filter, update
-from .._tree.walk import copy_tree, leaves
+from .._tree.walk import copy_tree
 from .._typing import PyTree, Tree
 from .checks import (
     check_no_lookahead,
@@ -37,7 +32,7 @@ from .checks import (
     check_updates,
     check_wrt,
     gradients_like,
-    NEW_ONE,
+    SAME_MODEL,
     Shapes,
     shapes_of,
 )
@@ -236,7 +231,7 @@ class Optimizer(AbstractPerParameter):
         """
         made = self._made("update")
         selected = self._selected(model)
-        params = _in_mode_of(made.selected, selected, _OTHER_MODEL, model)
+        params = _in_mode_of(made.selected, selected, _OTHER_MODEL)
         params = in_groups(params, made.labels)
         # `es.eval((model, optimizer))` changes the mode of the moments, too.
         what = "its state is not what `init` has made"
@@ -436,13 +431,8 @@ def _conjugated(grads: PyTree) -> PyTree:
     return jtu.tree_unflatten(treedef, conjugated)
 
 
-def _in_mode_of(
-    structure: Any, tree: PyTree, problem: str, model: PyTree = None
-) -> Any:
-    """`tree` in the mode of `structure`, which may differ from it only in modes.
-
-    `model`: the model of which `tree` has the parameters.
-    """
+def _in_mode_of(structure: Any, tree: PyTree, problem: str) -> Any:
+    """`tree` in the mode of `structure`, which may differ from it only in modes."""
     # Moments, labels and masks have the mode that the model had in `init`, and optax
     # compares structures.
     if jtu.tree_structure(tree) == structure:
@@ -450,23 +440,10 @@ def _in_mode_of(
     arrays = ["an array"] * structure.num_leaves
     expected, now = map(same_modes, (jtu.tree_unflatten(structure, arrays), tree))
     if jtu.tree_structure(now) != jtu.tree_structure(expected):
-        holes = {v.path for v in leaves(model, is_leaf=is_hole) if v.node is None}
-        lacking = [v.name for v in leaves(expected) if v.path in holes]
-        is_filtered = structure_with_holes(expected) == structure_with_holes(now)
-        if lacking and is_filtered:
-            raise ValueError(_HOLLOW.format(lacking[0]))
-        cure = NEW_ONE if type(now) is type(expected) else _ONE_MODEL
-        said = f"`es.Optimizer`: {problem}, {difference(expected, now)}. {cure}"
+        said = f"`es.Optimizer`: {problem}, {difference(expected, now)}. {SAME_MODEL}"
         raise ValueError(misplaced(tree) or said)
     return jtu.tree_unflatten(structure, jtu.tree_leaves(tree))
 
-
-_HOLLOW: Final = """`es.Optimizer.update`: `{}` is `None` in the model, but the \
-optimizer trains it. Pass the whole model, `optimizer.update(grads, model)`, or all of \
-its parameters: `model.filter(es.Parameter)`."""
-
-_ONE_MODEL: Final = """Pass the model that `init` was given, or its parameters. With \
-`argnums=(0, 1)`, models and gradients are tuples: `(loss, (a, b)), (grads, _) = …`."""
 
 _OTHER_MODEL: Final = "what `wrt` selects in this model is not what `init` was given"
 
