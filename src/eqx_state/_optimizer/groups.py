@@ -13,7 +13,7 @@ import optax
 import optax.tree_utils as otu
 
 from .._errors import show
-from .._tree.dtypes import holds, is_numeric
+from .._tree.dtypes import fits, holds, is_numeric
 from .._tree.filters import bind_to_visits, Filter, filter_text
 from .._tree.rules import choose
 from .._tree.walk import leaves
@@ -172,7 +172,9 @@ def _fitted(x: _Hyperparam, value: Any) -> Any:
     is_number = eqx.is_array_like(value) and jnp.shape(value) in ((), x.value.shape)
     if not is_number or not _is_castable(value, x.value.dtype):
         raise ValueError(_OTHER_TYPE.format(x.name, show(x.value), show(value)))
-    if not holds(x.value.dtype, value) or _overflows(value, x.value.dtype):
+    is_known = not isinstance(value, jax.Array)  # do not wait for its value
+    is_small = holds(x.value.dtype, value)
+    if not is_small or is_known and not fits(x.value.dtype, np.asarray(value)):
         raise ValueError(_TOO_LARGE.format(x.name, show(x.value)))
     return jnp.full_like(x.value, value)
 
@@ -182,13 +184,6 @@ def _is_castable(x: Any, dtype: Any) -> bool:
     given = x.dtype if hasattr(x, "dtype") else np.dtype(type(x))
     lost = [k for k in _KINDS if jnp.issubdtype(given, k) > jnp.issubdtype(dtype, k)]
     return is_numeric(given) and not lost
-
-
-def _overflows(x: Any, dtype: Any) -> bool:
-    if isinstance(x, jax.Array):  # do not wait for its value
-        return False
-    with np.errstate(over="ignore"):
-        return bool(np.any(np.isinf(np.asarray(x).astype(dtype)) > np.isinf(x)))
 
 
 _KINDS: Final = jnp.number, jnp.inexact, jnp.complexfloating

@@ -117,13 +117,13 @@ def per_layer(
         optimizer = es.Optimizer(rules).init(model)
         ```
     """
-    is_tx, name = _is_transformation(tx), getattr(tx, "__qualname__", type(tx).__name__)
+    is_tx, name = is_transformation(tx), getattr(tx, "__qualname__", type(tx).__name__)
     if not is_tx and not _is_users_function(tx):
         raise TypeError(_NOT_A_TX.format(f"`{name}` was given"))
 
     def of(layer: Any) -> optax.GradientTransformationExtraArgs:
         made: Any = tx if is_tx else tx(layer)
-        if not _is_transformation(made):
+        if not is_transformation(made):
             given = f"`{name}` returned `{type(made).__qualname__}`"
             raise TypeError(_NOT_A_TX.format(given))
         return with_extra_args(made)
@@ -183,7 +183,7 @@ def per_layer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_transformation(x: Any) -> bool:
+def is_transformation(x: Any) -> bool:
     """Whether `x` is a transformation, and not a model or a class."""
     is_tx = hasattr(x, "init") and hasattr(x, "update")
     return is_tx and not isinstance(x, (type, eqx.Module))

@@ -15,7 +15,6 @@ from .._kinds.kinds import OptState
 from .._state.lazy import check_not_a_class, check_ready
 from .._state.lost import warn_if_lost
 from .._state.marks import left_out, marked
-from .._tree.base import is_module
 from .._tree.compare import difference, same_modes
 from .._tree.dtypes import NUMBERS, to_strong
 from .._tree.filters import check_filter, Filter, TO_TRAIN, trainable
@@ -45,6 +44,7 @@ from .groups import (
     with_extra_args,
     with_values,
 )
+from .layers import is_transformation
 from .refit import kept
 from .whole_arrays import check_stacks
 
@@ -141,7 +141,7 @@ class Optimizer(AbstractPerParameter):
             self.tx = Groups(tuple(tx), tuple(tx.values()))
             txs = [x for x in tx.values() if x is not None]
         for x in txs:
-            if is_module(x) or not hasattr(x, "init"):
+            if not is_transformation(x):
                 name = getattr(x, "__qualname__", type(x).__qualname__)
                 raise TypeError(_NO_MODEL.format("tx", _A_TX, name))
         if any(map(eqx.is_array, jtu.tree_leaves(wrt))):
