@@ -162,11 +162,9 @@ class Ema(AbstractPerParameter):
             x = visit.node
             if was is not None and x is None and now is None:
                 raise ValueError(_LACKS.format(visit.name))
-            if (x is None) is not (old is None):
-                raise ValueError(_SELECTED.format(visit.name))
+            if _form(x) != _form(old):
+                raise ValueError(_OTHER.format(visit.name, show(x), show(old)))
             if x is not None:
-                if old.shape != x.shape or old.dtype != _wide(x.dtype):
-                    raise ValueError(_OTHER.format(visit.name, show(x), show(old)))
                 new.append(_mean(old, jnp.asarray(x, old.dtype), share))
         means = jtu.tree_unflatten(jtu.tree_structure(params), new)
         sums = {"weight": weight, "lost": lost, "step": self.step + 1}
@@ -229,6 +227,10 @@ def _dtypes_of(params: PyTree) -> tuple[Any, ...]:
     return tuple(x.dtype for x in jtu.tree_leaves(params))
 
 
+def _form(x: Any) -> tuple[Any, ...] | None:
+    return None if x is None else (x.shape, _wide(x.dtype))
+
+
 def _wide(dtype: Any) -> Any:
     """The dtype of the averages of arrays of this dtype."""
     with jax.numpy_dtype_promotion("standard"):
@@ -262,9 +264,6 @@ def _mean(old: Array, x: Array, share: Array) -> Array:
     return jnp.where(share == 1, x, moved)  # `old` may be NaN from `init`
 
 
-_NEW_ONE: Final = """An average belongs to one structure. For a different \
-structure, create a new average: `ema = es.Ema(decay).init(model)`."""
-
 _NOT_A_MODEL: Final = """An `es.Ema` was called, and is not a model. Call the averaged \
 model: `ema.model.eval()(x)`."""
 
@@ -284,14 +283,12 @@ _SEVERAL: Final = """`es.Ema.{}`: these are several averages, of shape {}, made 
 the arrays. Use each average by itself: `eqx.filter_vmap(lambda ema: \
 ema.model)(emas)`, or `jax.tree.map(lambda x: x[0], emas)`."""
 
-_SELECTED: Final = f"""`es.Ema.update`: `on` selects `{{}}` either now or when the \
-average was created, but not both times. Freezing changes what `es.trainable` selects. \
-{_NEW_ONE}"""
-
 _LACKS: Final = """`es.Ema.update`: `{}` is `None`, but was not in the model given to \
 `init`, and `ema.model` would lack it. Pass the whole model, and not its gradients or \
 parameters: `ema = ema.update(model)`. To average parameters alone, pass them to \
 `init`, too."""
 
-_OTHER: Final = f"""`es.Ema.update`: `{{}}` is `{{}}`, but its average is `{{}}`. \
-{_NEW_ONE}"""
+_OTHER: Final = """`es.Ema.update`: `{}` is `{}`, but its average is `{}`. An average \
+belongs to one structure and to the arrays that `on` selected (freezing changes what \
+`es.trainable` selects). For others, create a new average: `ema = \
+es.Ema(decay).init(model)`."""
