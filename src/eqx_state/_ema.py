@@ -2,7 +2,7 @@
 
 import numbers
 from collections.abc import Callable
-from typing import Any, Final, Self, TYPE_CHECKING
+from typing import Any, Final, Self
 
 import equinox as eqx
 import jax
@@ -188,11 +188,6 @@ class Ema(AbstractPerParameter):
         means = [x.astype(dtype) for x, dtype in zip(values, dtypes, strict=True)]
         return _joined(self.rest, jtu.tree_unflatten(treedef, means))
 
-    if not TYPE_CHECKING:
-
-        def __call__(self, *args, **kwargs):
-            raise TypeError(_NOT_A_MODEL)
-
     def _split(self, model: PyTree) -> tuple[PyTree, PyTree]:
         """The arrays to average, and copies of the rest, which survive donation."""
         check_ready(model)
@@ -263,9 +258,6 @@ def _mean(old: Array, x: Array, share: Array) -> Array:
     moved = old + share * jnp.where(jnp.isinf(old), 0, x - old)
     return jnp.where(share == 1, x, moved)  # `old` may be NaN from `init`
 
-
-_NOT_A_MODEL: Final = """An `es.Ema` was called, and is not a model. Call the averaged \
-model: `ema.model.eval()(x)`."""
 
 _NOT_A_DECAY: Final = """`es.Ema(decay)`: `decay` must be a number, at least 0 and \
 less than 1, or a function of the step, but `{}` was given. Pass the model to `init`: \

@@ -200,11 +200,6 @@ def test_gradients_may_be_a_tuple():
     assert sgd(models).update(grads, models)[0][0].layer.weight == -1.0
 
 
-@fails(TypeError, "was called, and is not a model", "`ema.model.eval()(x)`")
-def test_an_average_is_called(net):
-    es.Ema(0.9).init(net)(XS)
-
-
 @fails(TypeError, "`es.mutable(cast=...)`: the keys of rules", "path_matches('weight')")
 def test_a_cast_by_name(net):
     es.mutable(net, cast={"weight": jnp.bfloat16})
