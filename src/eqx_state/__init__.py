@@ -226,8 +226,7 @@ if _t.TYPE_CHECKING:
     from ._optimizer.layers import per_layer as per_layer
     from ._optimizer.optimizer import Optimizer as Optimizer
     from ._rng_stream import RngStream as RngStream
-    from ._sharding.axis_names import axis_names as axis_names
-    from ._sharding.sharding import sharding as sharding
+    from ._sharding import axis_names as axis_names, sharding as sharding
     from ._transforms.custom_vjp import custom_vjp as custom_vjp
     from ._transforms.derivatives import jvp as jvp, linearize as linearize, vjp as vjp
     from ._transforms.jacobians import (
@@ -253,8 +252,7 @@ else:
         "._optimizer.layers": "per_layer",
         "._optimizer.optimizer": "Optimizer",
         "._rng_stream": "RngStream",
-        "._sharding.axis_names": "axis_names",
-        "._sharding.sharding": "sharding",
+        "._sharding": "axis_names sharding",
         "._transforms.custom_vjp": "custom_vjp",
         "._transforms.derivatives": "jvp linearize vjp",
         "._transforms.jacobians": "hessian jacfwd jacrev",

@@ -1,1 +1,0 @@
-"""Names of axes, and shardings that are chosen by them."""
