@@ -16,7 +16,7 @@ from .._state.lazy import check_not_a_class, check_ready
 from .._state.lost import warn_if_lost
 from .._state.marks import left_out, marked
 from .._tree.compare import difference, same_modes
-from .._tree.dtypes import NUMBERS, to_strong
+from .._tree.dtypes import to_strong
 from .._tree.filters import check_filter, Filter, TO_TRAIN, trainable
 from .._tree.followers import AbstractPerParameter
 from .._tree.keys import copied
@@ -57,12 +57,8 @@ class _MadeFor:
     labels: Labels | None  # the group of each of these parameters, if there are groups
     shapes: Shapes  # of these parameters
     opt_state: Any  # the structure of the state itself
-    # The argument of `init`: its structure, which of its leaves `wrt` selects and which
-    # are numbers, and the shapes of its arrays. Not compared, because an optimizer
-    # accepts a model or only its parameters.
-    whole: Any = dataclasses.field(compare=False)
-    is_selected: tuple[bool, ...] = dataclasses.field(compare=False)
-    is_number: tuple[bool, ...] = dataclasses.field(compare=False)
+    # The argument of `init`, with the shapes of its arrays. Not compared, because an
+    # optimizer accepts a model or only its parameters.
     model: PyTree = dataclasses.field(compare=False)
 
 
@@ -176,8 +172,6 @@ class Optimizer(AbstractPerParameter):
         check_wrt(self.wrt, model, selected)
         if isinstance(self.tx, Groups):
             labels = self.tx.labels(model, self.wrt)
-        values, whole = jtu.tree_flatten(model)
-        is_selected = [x is not None for x in whole.flatten_up_to(selected)]
         params = in_groups(selected, labels)
         tx = self._tx(labels, params)
         if self.stacks is None:
@@ -189,9 +183,6 @@ class Optimizer(AbstractPerParameter):
             labels,
             shapes_of(params),
             jtu.tree_structure(opt_state),
-            whole,
-            tuple(is_selected),
-            _are_numbers(values),
             _abstract(model),
         )
         return self._with(opt_state, made)
@@ -379,14 +370,6 @@ class Optimizer(AbstractPerParameter):
         return self.tx.transformation(labels, params)
 
     def _selected(self, model: PyTree) -> PyTree:
-        values, structure = jtu.tree_flatten(model)
-        made = self._made_for
-        if made is not None and structure == made.whole:
-            # The model that `init` saw: no walk, unless an array became a number.
-            if _are_numbers(values) == made.is_number:
-                pairs = zip(values, made.is_selected, strict=True)
-                kept = [x if is_selected else None for x, is_selected in pairs]
-                return jtu.tree_unflatten(structure, kept)
         check_ready(model)
         return filter(model, self.wrt, is_inexact)
 
@@ -409,10 +392,6 @@ def _own(opt_state: PyTree) -> PyTree:
         x = to_strong(x)
         values[i] = copied(x) if eqx.is_array(x) else x
     return structure.unflatten(values)
-
-
-def _are_numbers(values: list[Any]) -> tuple[bool, ...]:
-    return tuple([type(x) in NUMBERS for x in values])
 
 
 def _abstract(model: PyTree) -> PyTree:
