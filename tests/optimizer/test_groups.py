@@ -125,6 +125,14 @@ def test_none_leaves_arrays_unchanged_and_needs_no_memory():
     )
 
 
+def test_integers_that_the_filter_selects_belong_to_no_group():
+    model = {"codes": jnp.arange(3), "gain": jnp.ones(2)}
+    optimizer = es.Optimizer({...: optax.sgd(1.0)}, wrt=lambda part: True).init(model)
+    new, _ = optimizer.update(model, model)
+    assert new["codes"] is model["codes"]
+    assert (new["gain"] == 0).all()
+
+
 # --- Different models and modes -------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import optax.tree_utils as otu
 
 from .._errors import show
 from .._tree.dtypes import fits, holds, is_numeric
-from .._tree.filters import bind_to_visits, Filter, filter_text
+from .._tree.filters import filter_text
 from .._tree.rules import choose
 from .._tree.walk import leaves
 from .._typing import KeyPath, PyTree
@@ -41,14 +41,14 @@ class Groups(NamedTuple):
     keys: tuple[Any, ...]
     txs: tuple[Any, ...]
 
-    def labels(self, model: PyTree, wrt: Filter) -> Labels:
-        """The group of each leaf of `model` that `wrt` selects."""
+    def labels(self, model: PyTree, selected: PyTree) -> Labels:
+        """The group of each leaf of `model` that is in `selected`."""
         numbers: Mapping[Any, int] = {key: n for n, key in enumerate(self.keys)}
         keys = choose(numbers, model, "`es.Optimizer`")
-        is_selected = bind_to_visits((wrt,), model)
+        params = jtu.tree_structure(model).flatten_up_to(selected)
         labels: list[int | None] = []
-        for visit, key in zip(leaves(model), keys, strict=True):
-            if is_selected(visit):
+        for visit, key, x in zip(leaves(model), keys, params, strict=True):
+            if x is not None:
                 if key is None:
                     raise ValueError(_NO_GROUP.format(visit.name))
                 n = numbers[key]

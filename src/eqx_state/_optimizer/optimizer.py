@@ -23,7 +23,7 @@ from .._tree.keys import copied
 from .._tree.parts import is_inexact
 from .._tree.rules import check_rules, misplaced, nothing_selected
 from .._tree.select import filter, update
-from .._tree.walk import copy_tree
+from .._tree.walk import copy_tree, is_array
 from .._typing import PyTree, Tree
 from .checks import (
     check_no_lookahead,
@@ -171,7 +171,7 @@ class Optimizer(AbstractPerParameter):
             raise nothing_selected("es.Optimizer(wrt", self.wrt, model)
         check_wrt(self.wrt, model, selected)
         if isinstance(self.tx, Groups):
-            labels = self.tx.labels(model, self.wrt)
+            labels = self.tx.labels(model, selected)
         params = in_groups(selected, labels)
         tx = self._tx(labels, params)
         if self.stacks is None:
@@ -183,7 +183,7 @@ class Optimizer(AbstractPerParameter):
             labels,
             shapes_of(params),
             jtu.tree_structure(opt_state),
-            _abstract(model),
+            jtu.tree_map(_shape, model),
         )
         return self._with(opt_state, made)
 
@@ -394,9 +394,8 @@ def _own(opt_state: PyTree) -> PyTree:
     return structure.unflatten(values)
 
 
-def _abstract(model: PyTree) -> PyTree:
-    arrays = filter(model, lambda part: True)
-    return jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+def _shape(x: Any) -> jax.ShapeDtypeStruct | None:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else None
 
 
 def _conjugated(grads: PyTree) -> PyTree:
@@ -405,9 +404,7 @@ def _conjugated(grads: PyTree) -> PyTree:
     In JAX, a step against the gradient itself does not descend: for `abs(z) ** 2` the
     gradient is `2 * conj(z)`.
     """
-    values, treedef = jtu.tree_flatten(grads)
-    conjugated = [jnp.conj(g) if jnp.iscomplexobj(g) else g for g in values]
-    return jtu.tree_unflatten(treedef, conjugated)
+    return jtu.tree_map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, grads)
 
 
 def _in_mode_of(structure: Any, tree: PyTree, problem: str) -> Any:
