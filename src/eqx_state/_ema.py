@@ -21,8 +21,8 @@ from ._tree.followers import AbstractPerParameter
 from ._tree.keys import copied
 from ._tree.parts import is_inexact
 from ._tree.rules import check_names, nothing_selected
-from ._tree.select import mask
-from ._tree.walk import copy_tree, is_array, leaves
+from ._tree.select import mask, replace
+from ._tree.walk import is_array, leaves
 from ._typing import PyTree
 
 
@@ -132,7 +132,7 @@ class Ema(AbstractPerParameter):
         dtype = max(real, key=lambda x: x.itemsize, default="float32")
         sums = {"weight": jnp.zeros((), dtype), "lost": jnp.zeros((), dtype)}
         sums["step"] = jnp.zeros((), jnp.int32)
-        return self._with(params, means=means, rest=rest, **sums)
+        return replace(self, means=means, rest=rest, _dtypes=_dtypes_of(params), **sums)
 
     def update(self, model: PyTree) -> Self:
         """The average after one more model, whose mode may differ from earlier ones.
@@ -168,7 +168,7 @@ class Ema(AbstractPerParameter):
                 new.append(_mean(old, jnp.asarray(x, old.dtype), share))
         means = jtu.tree_unflatten(jtu.tree_structure(params), new)
         sums = {"weight": weight, "lost": lost, "step": self.step + 1}
-        return self._with(params, means=means, rest=rest, **sums)
+        return replace(self, means=means, rest=rest, _dtypes=_dtypes_of(params), **sums)
 
     @property
     def model(self) -> Any:
@@ -203,12 +203,6 @@ class Ema(AbstractPerParameter):
 
     def _recorded_model(self) -> PyTree:
         return _joined(self.rest, self.means)
-
-    def _with(self, params: PyTree, **fields: Any) -> Self:
-        new = copy_tree(self)
-        for name, value in {**fields, "_dtypes": _dtypes_of(params)}.items():
-            object.__setattr__(new, name, value)
-        return new
 
 
 def _joined(rest: PyTree, means: PyTree) -> PyTree:

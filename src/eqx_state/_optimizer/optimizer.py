@@ -22,8 +22,8 @@ from .._tree.followers import AbstractPerParameter
 from .._tree.keys import copied
 from .._tree.parts import is_inexact
 from .._tree.rules import check_rules, misplaced, nothing_selected
-from .._tree.select import filter, update
-from .._tree.walk import copy_tree, is_array
+from .._tree.select import filter, replace, update
+from .._tree.walk import is_array
 from .._typing import PyTree, Tree
 from .checks import (
     check_no_lookahead,
@@ -185,7 +185,7 @@ class Optimizer(AbstractPerParameter):
             jtu.tree_structure(opt_state),
             jtu.tree_map(_shape, model),
         )
-        return self._with(opt_state, made)
+        return replace(self, opt_state=opt_state, _made_for=made)
 
     def update(
         self, grads: PyTree, model: Tree, *, apply_updates: bool = True, **extra: Any
@@ -240,7 +240,7 @@ class Optimizer(AbstractPerParameter):
         state = jtu.tree_map(to_strong, state)
         state = marked(state, self.opt_state, lambda: "optimizer")
         made = dataclasses.replace(made, opt_state=jtu.tree_structure(state))
-        optimizer = self._with(state, made)
+        optimizer = replace(self, opt_state=state, _made_for=made)
         if apply_updates:
             model = left_out(model, selected)
             return update(model, optax.apply_updates(params, updates)), optimizer
@@ -305,7 +305,7 @@ class Optimizer(AbstractPerParameter):
             ```
         """
         self._made("refit")
-        new = self._with(None, None).init(model)
+        new = self.init(model)
         group = GROUP_AT if isinstance(self.tx, Groups) else None
         return jtu.tree_unflatten(jtu.tree_structure(new), kept(self, new, group))
 
@@ -353,8 +353,9 @@ class Optimizer(AbstractPerParameter):
             it; or the value is not a number, has a different shape, is a float instead
             of an integer, complex instead of real, or too large for the dtype.
         """
-        made = self._made("set")
-        return self._with(with_values(self.opt_state, self.tx, group, values), made)
+        self._made("set")
+        new = with_values(self.opt_state, self.tx, group, values)
+        return replace(self, opt_state=new)
 
     def _recorded_model(self) -> PyTree:
         return None if self._made_for is None else self._made_for.model
@@ -372,12 +373,6 @@ class Optimizer(AbstractPerParameter):
     def _selected(self, model: PyTree) -> PyTree:
         check_ready(model)
         return filter(model, self.wrt, is_inexact)
-
-    def _with(self, opt_state: PyTree, made_for: _MadeFor | None) -> Self:
-        new = copy_tree(self)
-        object.__setattr__(new, "opt_state", opt_state)
-        object.__setattr__(new, "_made_for", made_for)
-        return new
 
 
 def _own(opt_state: PyTree) -> PyTree:

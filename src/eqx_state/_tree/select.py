@@ -384,7 +384,7 @@ def _has(module: eqx.Module, name: str) -> bool:
 
 
 def replace(module: Any, **fields: Any) -> Any:
-    """A copy of an `es.Module` with these fields; `TypeError` for an unknown name.
+    """A copy of a module with these fields; `TypeError` for an unknown name.
 
     In a field that declares a kind, a number keeps the dtype of the array that it
     replaces, if that can hold it.
@@ -396,7 +396,8 @@ def replace(module: Any, **fields: Any) -> Any:
     new = copy_tree(module)
     for name, value in fields.items():
         _assign(new, name, value)
-    new._eqx_state_check()
+    if is_module(new):
+        new._eqx_state_check()
     return new
 
 

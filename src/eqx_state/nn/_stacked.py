@@ -26,7 +26,8 @@ from .._tree.compare import check_not_repeated, difference
 from .._tree.dtypes import is_readable
 from .._tree.keys import is_key, is_typed, key_at, num_key_axes
 from .._tree.parts import check_stack, slice_at, without_axis
-from .._tree.walk import copy_tree, is_array, is_numpy, leaves
+from .._tree.select import replace
+from .._tree.walk import is_array, is_numpy, leaves
 from .._typing import PyTree
 
 
@@ -245,7 +246,7 @@ class Stacked(Module, Generic[_Layer]):
             each = [make_layer(keys[i]) for i in range(len(keys))]
             return Stacked(each, checkpoint=checkpoint, unroll=unroll)
         empty: Stacked[Any] = Stacked([()], checkpoint=checkpoint, unroll=unroll)
-        return _with(empty, _checked(layers, len(keys)), len(keys))
+        return replace(empty, layers=_checked(layers, len(keys)), _length=len(keys))
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """**Arguments:**
@@ -310,14 +311,8 @@ class Stacked(Module, Generic[_Layer]):
         # last layer instead.
         chosen = range(len(self))[index]
         if isinstance(chosen, range):
-            return _with(copy_tree(self), _take(layers, index), len(chosen))
+            return replace(self, layers=_take(layers, index), _length=len(chosen))
         return _take(layers, chosen)
-
-
-def _with(new: Stacked[Any], layers: PyTree, length: int) -> Any:
-    object.__setattr__(new, "layers", layers)
-    object.__setattr__(new, "_length", length)
-    return new
 
 
 def _take(layers: PyTree, index: int | slice) -> PyTree:
