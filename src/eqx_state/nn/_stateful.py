@@ -14,7 +14,7 @@ from .._interop import labeled_index, strong_arrays, takes_key
 from .._kinds.kinds import BatchStat
 from .._state.module import Module
 from .._tree.base import has_inference, is_module
-from .._tree.compare import same
+from .._tree.compare import identical
 from .._tree.dtypes import is_weak
 from .._tree.walk import leaves, map_leaves, Visit, walk
 from .._typing import KeyPath, PyTree
@@ -114,7 +114,7 @@ class Stateful(Module):
         for visit, old in zip(visits, before, strict=True):
             new = _value(state, visit, "the returned state")
             keep = self.frozen and visit.context.kind is BatchStat
-            if not keep and not _same(old, new):
+            if not keep and not identical(*map(jtu.tree_leaves, (old, new))):
                 index = labeled_index(visit.node.marker, strong_arrays(new))
                 changed[visit.path] = index
         if changed:  # without a write, as usually in eval mode, no scope is needed
@@ -221,11 +221,6 @@ def _value(state: eqx.nn.State, visit: Visit, what: str) -> Any:
             " of a different layer, or a substate. Combine a substate with the whole"
             " state by `state.update`."
         ) from None
-
-
-def _same(old: Any, new: Any) -> bool:
-    pairs = zip(*map(jtu.tree_leaves, (old, new)), strict=True)
-    return all(same(a, b) for a, b in pairs)
 
 
 def _without_state(layer: PyTree, as_eval: bool) -> Any:
