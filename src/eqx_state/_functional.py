@@ -14,7 +14,7 @@ from ._transforms.mutable import run_on_copy
 from ._transforms.transform import is_bound_method
 from ._tree.dtypes import to_strong
 from ._tree.filters import not_
-from ._tree.walk import is_array
+from ._tree.walk import abstract, is_array
 from ._typing import PyTree
 
 
@@ -66,7 +66,7 @@ def functional(
         tree, method = tree.__self__, tree.__func__
     check_ready(tree)
     # `apply` takes all arrays from the dicts, so store only their shapes.
-    like = jax.tree.map(_abstract, tree)
+    like = jax.tree.map(abstract, tree)
     named = by_name(like)
     # A weak type would become strong in the first call, and retrace the second.
     tree = jax.tree.map(lambda x: to_strong(x) if is_array(x) else x, tree)
@@ -88,10 +88,6 @@ def functional(
         return out, state_dict(model, not_(Parameter))
 
     return apply, params, state
-
-
-def _abstract(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
 
 
 def _check_names(which: str, arrays: Any, names: frozenset[str]) -> None:

@@ -24,7 +24,7 @@ from .._tree.base import has_inference, is_eqx_module, is_module
 from .._tree.filters import bind, trainable
 from .._tree.modes import eval
 from .._tree.parts import parts
-from .._tree.walk import is_array, name_of, Visit, walk
+from .._tree.walk import abstract, is_array, name_of, Visit, walk
 from .._typing import KeyPath, PyTree
 
 
@@ -175,7 +175,7 @@ class _Table(Observer):
             return eqx.filter(run_on_copy(model, Scope((State,)), run)[0], is_array)
 
         try:
-            lowered = jax.jit(run).lower(jtu.tree_map(_struct, arrays))
+            lowered = jax.jit(run).lower(jtu.tree_map(abstract, arrays))
             if (text := lowered.as_text()) not in self.costs:
                 self.costs[text] = lowered.compile().cost_analysis()
             found = self.costs[text]
@@ -208,15 +208,11 @@ def _show(tree: PyTree) -> str:
     """A pytree with the shapes and dtypes of its arrays, `f32[4,32]`."""
 
     return eqx.tree_pformat(
-        jtu.tree_map(_struct, tree, is_leaf=_is_opaque),
+        jtu.tree_map(abstract, tree, is_leaf=_is_opaque),
         width=40,
         struct_as_array=True,
         truncate_leaf=_is_opaque,
     )
-
-
-def _struct(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
 
 
 def _is_opaque(x: Any) -> bool:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, Self
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
@@ -23,7 +22,7 @@ from .._tree.keys import copied
 from .._tree.parts import is_inexact
 from .._tree.rules import check_rules, misplaced, nothing_selected
 from .._tree.select import filter, replace, update
-from .._tree.walk import is_array
+from .._tree.walk import abstract
 from .._typing import PyTree, Tree
 from .checks import (
     check_no_lookahead,
@@ -183,7 +182,7 @@ class Optimizer(AbstractPerParameter):
             labels,
             shapes_of(params),
             jtu.tree_structure(opt_state),
-            jtu.tree_map(_shape, model),
+            jtu.tree_map(abstract, model),
         )
         return replace(self, opt_state=opt_state, _made_for=made)
 
@@ -387,10 +386,6 @@ def _own(opt_state: PyTree) -> PyTree:
         x = to_strong(x)
         values[i] = copied(x) if eqx.is_array(x) else x
     return structure.unflatten(values)
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct | None:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else None
 
 
 def _conjugated(grads: PyTree) -> PyTree:

@@ -38,6 +38,11 @@ def is_array(x: Any) -> bool:
     return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
+def abstract(x: Any) -> Any:
+    """The shape and dtype of an array; anything else unchanged."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
+
+
 def is_numpy(x: Any) -> bool:
     """Whether `x` is a NumPy array or a NumPy scalar."""
     return isinstance(x, (np.ndarray, np.generic))
