@@ -117,12 +117,13 @@ def per_layer(
         optimizer = es.Optimizer(rules).init(model)
         ```
     """
-    is_tx, name = is_transformation(tx), getattr(tx, "__qualname__", type(tx).__name__)
-    if not is_tx and not _is_users_function(tx):
+    make: Any = None if is_transformation(tx) else tx
+    name = getattr(tx, "__qualname__", type(tx).__name__)
+    if make is not None and not _is_users_function(make):
         raise TypeError(_NOT_A_TX.format(f"`{name}` was given"))
 
     def of(layer: Any) -> optax.GradientTransformationExtraArgs:
-        made: Any = tx if is_tx else tx(layer)
+        made: Any = tx if make is None else make(layer)
         if not is_transformation(made):
             given = f"`{name}` returned `{type(made).__qualname__}`"
             raise TypeError(_NOT_A_TX.format(given))
@@ -130,7 +131,7 @@ def per_layer(
 
     def init(params: PyTree) -> PerLayerState:
         parts = _by_stack(params)
-        if not is_tx and None in parts:
+        if make is not None and None in parts:
             outside = leaves(params)[parts[None].positions[0]]
             raise ValueError(_OUTSIDE.format(outside.name))
 
@@ -261,8 +262,9 @@ def _placed(state: PyTree, params: PyTree) -> PyTree:
 
 def _own_key(part: _Part, layer: Any, x: Any) -> Any:
     """The key of this layer, if `x` is a key: layers must not draw the same noise."""
-    is_one = part.lengths != () and is_key(x) and num_key_axes(x) == 0
-    return jr.fold_in(key_at(x, part.name), layer) if is_one else x
+    if part.name is None or not is_key(x) or num_key_axes(x):
+        return x
+    return jr.fold_in(key_at(x, part.name), layer)
 
 
 def is_function(x: Any) -> bool:
