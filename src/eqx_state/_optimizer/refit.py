@@ -41,12 +41,10 @@ class _Entry(NamedTuple):
         return slice_at(self.whole, self.layer) if self.layer else self.whole
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.shape, self.whole.shape[len(self.layer) :]
-
-    def fits(self, new: "_Entry") -> bool:
-        is_complex = [jnp.iscomplexobj(x.whole) for x in (self, new)]
-        return self.shapes == new.shapes and is_complex[0] == is_complex[1]
+    def form(self) -> tuple[Any, ...]:
+        """Equal for two entries if one may have the value of the other."""
+        shape = self.whole.shape[len(self.layer) :]
+        return self.shape, shape, jnp.iscomplexobj(self.whole)
 
 
 def kept(
@@ -79,7 +77,7 @@ def _lent(lenders: list[_Entry], new: _Entry) -> Any:
     learning rates of a function of the layer.
     """
     is_hyperparameter = jtu.GetAttrKey("hyperparams") in new.path
-    lenders = [x for x in lenders if x.fits(new)]
+    lenders = [x for x in lenders if x.form == new.form]
     if any(x.part == new.part for x in lenders):  # layers were appended
         lenders = [x for x in lenders if x.part == new.part and is_hyperparameter]
     # A larger array may belong to parameters. The layers must not share a key.
@@ -132,7 +130,7 @@ def _parts_of_states(
 def _found(known: dict[Hashable, _Entry], new: _Entry) -> _Entry:
     """The known entry of the same name and shapes, or `new` itself."""
     old = known.get(new.key, new)
-    return old if old.fits(new) else new
+    return old if old.form == new.form else new
 
 
 def _like(x: Any, new: Any) -> Any:

@@ -131,8 +131,7 @@ class BatchNorm(Module):
         self._eqx_state_check()
 
     def _eqx_state_check(self) -> None:
-        names = self.axis_name
-        for name in names if isinstance(names, (tuple, list)) else [names]:
+        for name in _as_tuple(self.axis_name):
             if isinstance(name, numbers.Number) or is_array(name):
                 raise TypeError(_NO_NAME.format(self.input_size, show(name)))
         momentum, eps = self.momentum, self.eps
