@@ -243,3 +243,10 @@ def test_getstate_and_setstate_are_a_pair():
         assert (new.w, new.training, new.cache) == (1.0, False, {"new": True})
         with pytest.raises(dataclasses.FrozenInstanceError, match="modules are frozen"):
             new.w = 2.0
+
+
+def test_a_kind_must_be_an_annotation_and_not_a_value():
+    with pytest.raises(TypeError, match=r"Net\.w` is set to a kind.*`w: es.Parameter`"):
+
+        class Net(es.Module):
+            w: object = es.Parameter

@@ -21,6 +21,7 @@ from .._kinds.fields import (
     is_class_var,
     own_default,
 )
+from .._kinds.kinds import is_kind, kind_name
 from .._tree import modes, select
 from .._tree.base import (
     BaseModule,
@@ -118,6 +119,15 @@ class Module(BaseModule):
                     f"`{cls.__qualname__}.{name}`: this name is taken. Every"
                     f" `es.Module` has a flag `{name}`, which `train`, `eval`, `freeze`"
                     f" and `unfreeze` set. Choose a different name, such as `{name}_`."
+                )
+        for name, value in cls.__dict__.items():
+            if not is_kind(value) or is_class_var(annotations.get(name)):
+                continue
+            own_name = f"{cls.__qualname__}.{name}"
+            if value.__qualname__ != own_name:  # not a class defined in this body
+                raise TypeError(
+                    f"`{own_name}` is set to a kind, which only means something as an"
+                    f" annotation: `{name}: {kind_name(value)}`."
                 )
         # Include the cached properties of mixins, which may be plain Python classes.
         found = {k: x for base in cls.__mro__[::-1] for k, x in vars(base).items()}
