@@ -31,8 +31,10 @@ from sybil.sybil import SybilCollection
 import eqx_state  # noqa: F401
 
 
-# JAX reads this when it first looks for its devices.
+# JAX reads this when it first looks for its devices. One thread compiles a program: the
+# programs are small, and each core has a worker.
 FLAGS = " --xla_force_host_platform_device_count=8"
+FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
     # Tests compile much and run little: without XLA's fusion emitters, it compiles in
     # two thirds of the time. Newer versions do not know the flag, and would abort.
@@ -43,6 +45,9 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FLAGS
 # processes that tests start read the environment.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 jax.config.update("jax_disable_most_optimizations", True)
+
+# Without the user's frames in the compiled program, tracing is faster, too.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # A worker with many compiled programs takes several GB. On Linux, XLA also aborts the
 # process when it has 65,530 memory maps, of which each program uses several.
