@@ -12,6 +12,7 @@ import pytest
 from helpers import reuses_keys
 
 import eqx_state as es
+from eqx_state._jit.static import can_change
 
 
 # `optax.adam` promotes implicitly: `float ** int`.
@@ -80,6 +81,15 @@ def test_every_array_in_it_is_of_kind_opt_state(net):
     assert len(in_optimizer) == len(jtu.tree_leaves(optimizer)) > 0
     assert {p.kind for p in in_optimizer} == {es.OptState}
     assert jtu.tree_leaves(es.filter(optimizer, es.trainable)) == []
+
+
+@pytest.mark.parametrize("rules", [False, True])
+def test_what_it_records_of_a_dict_cannot_change(rules):
+    # `es.jit` would copy it for each result, and build the optimizer at once.
+    tx = optax.sgd(0.1)
+    optimizer = es.Optimizer({...: tx} if rules else tx).init({"w": jnp.ones(2)})
+    assert not can_change(optimizer.tx)
+    assert not can_change(optimizer._made_for)
 
 
 # --- Models, parameters and other pytrees -------------------------------------------

@@ -57,8 +57,9 @@ class _MadeFor:
     shapes: Shapes  # of these parameters
     opt_state: Any  # the structure of the state itself
     # The argument of `init`, with the shapes of its arrays. Not compared, because an
-    # optimizer accepts a model or only its parameters.
-    model: PyTree = dataclasses.field(compare=False)
+    # optimizer accepts a model or only its parameters. Not a tree, because `es.jit`
+    # would copy a dict for each result: static data that can change.
+    model: tuple[Any, tuple[Any, ...]] = dataclasses.field(compare=False)
 
 
 class Optimizer(AbstractPerParameter):
@@ -182,7 +183,7 @@ class Optimizer(AbstractPerParameter):
             labels,
             shapes_of(params),
             jtu.tree_structure(opt_state),
-            jtu.tree_map(abstract, model),
+            (jtu.tree_structure(model), tuple(map(abstract, jtu.tree_leaves(model)))),
         )
         return replace(self, opt_state=opt_state, _made_for=made)
 
@@ -357,7 +358,8 @@ class Optimizer(AbstractPerParameter):
         return replace(self, opt_state=new)
 
     def _recorded_model(self) -> PyTree:
-        return None if self._made_for is None else self._made_for.model
+        made = self._made_for
+        return None if made is None else jtu.tree_unflatten(*made.model)
 
     def _made(self, method: str) -> _MadeFor:
         if self._made_for is None:
