@@ -217,7 +217,7 @@ def _equal_keys(step: TracedStep) -> Found:
 def _untrained(step: TracedStep) -> Found:
     for unit in step.trained:
         left = {i for i in unit if step.leaves[i].is_trainable}
-        left = {i for i in left if step.comes_back(i, decayed=True)}
+        left = {i for i in left if step.comes_back(i)}
         left = {i for i in left if step.value(i) not in step.flow.left_out}
         for _, inside, name in step.modules:
             own = {i for i in inside if step.leaves[i].is_trainable}

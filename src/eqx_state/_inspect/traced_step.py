@@ -23,7 +23,7 @@ from .._tree.dtypes import is_traceable
 from .._tree.keys import is_typed
 from .._tree.walk import Visit, walk
 from .closure import arrays_in, is_constant
-from .dataflow import Dataflow, Value, ZERO
+from .dataflow import Dataflow, NEW, Value, ZERO
 
 
 # A part of JAX's cache keys: with a new value JAX traces each function again, and does
@@ -166,22 +166,20 @@ class TracedStep:
 
     # --- What comes back --------------------------------------------------------------
 
-    def comes_back(self, i: int, *, decayed: bool = False) -> bool:
-        """Whether a leaf of an argument comes back unchanged, and only so.
-
-        `decayed`: or multiplied with numbers, as by weight decay.
-        """
-        same = self._same(i, decayed=decayed)
+    def comes_back(self, i: int) -> bool:
+        """Whether a leaf of an argument comes back unchanged, and only so."""
         if i not in self._partners:
-            return not same.isdisjoint(self._outputs)
-        return self._returned(i) <= same
+            return not self._same(i).isdisjoint(self._outputs)
+        return self._returned(i) <= self._same(i)
 
-    def _returned(self, i: int) -> set[Value | None]:
+    def _returned(self, i: int) -> set[Value]:
         """The values of the leaves that replace a leaf of an argument."""
         return {self._outputs[j] for j in self._partners[i]}
 
-    def _same(self, i: int, *, decayed: bool) -> set[Value | None]:
-        return {self.value(i), *([Value("decayed", i)] if decayed else [])}
+    def _same(self, i: int) -> set[Value]:
+        """The values of a leaf that is unchanged, but for weight decay."""
+        is_trainable = self.leaves[i].is_trainable
+        return {self.value(i), *([Value("decayed", i)] if is_trainable else [])}
 
     def value(self, i: int) -> Value:
         """That of a leaf of an argument."""
@@ -194,7 +192,7 @@ class TracedStep:
         """The leaves of each argument of which the step changes a parameter."""
         for inside in self._replaced:
             parameters = [i for i in inside if self.leaves[i].is_trainable]
-            if not all(self.comes_back(i, decayed=True) for i in parameters):
+            if not all(self.comes_back(i) for i in parameters):
                 yield inside
 
     def _follow(self, zero: set[int]) -> None:
@@ -206,7 +204,7 @@ class TracedStep:
         self.flow = Dataflow(self._closed, given)
         values = iter(self.flow.outputs)
         found = jtu.tree_leaves(self._output)
-        self._outputs = [next(values) if is_traceable(x) else None for x in found]
+        self._outputs = [next(values) if is_traceable(x) else NEW for x in found]
 
     def _pair(self) -> None:
         """Find the argument that each module of the output replaces.
@@ -234,7 +232,7 @@ class TracedStep:
     def _kept(self, old: Unit, new: Unit) -> int:
         """The number of leaves that come back."""
         pairs = zip(old.inside, new.inside, strict=True)
-        return sum(self._outputs[j] in self._same(i, decayed=True) for i, j in pairs)
+        return sum(self._outputs[j] in self._same(i) for i, j in pairs)
 
     def _assume_zero(self) -> None:
         """Follow the values, with the moments that are zero and remain so.
