@@ -4,6 +4,7 @@ One pass from the inputs to the outputs, also through calls, loops and branches.
 output of an equation that it does not know is new, and needs all inputs.
 """
 
+import functools as ft
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -74,12 +75,14 @@ class Dataflow:
         self.left_out: set[Value] = set()
         self.named: dict[str, Value] = {}
         self.needed: frozenset[Any] = frozenset()
-        found = self._of(closed, [*map(Fact, inputs)])
+        # The loops in a loop get the same inputs again and again.
+        self._of = ft.cache(self._through)
+        found = self._of(closed, *map(Fact, inputs))
         self.outputs = [x.value for x in found]
         self.needed |= _needs(found)
 
-    def _of(self, jaxpr: ClosedJaxpr | Jaxpr, inputs: list[Fact]) -> list[Fact]:
-        """What is known about the outputs."""
+    def _through(self, jaxpr: ClosedJaxpr | Jaxpr, *inputs: Fact) -> list[Fact]:
+        """What is known about the outputs of a jaxpr."""
         known: dict[Any, Fact] = {}
         if isinstance(jaxpr, ClosedJaxpr):
             for x, constant in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
@@ -110,21 +113,21 @@ class Dataflow:
                 n, m = params["cond_nconsts"], params["body_nconsts"]
                 consts, first = given[n : n + m], given[n + m :]
                 carry, _ = self._loop(params["body_jaxpr"], consts, first, [])
-                test = self._of(params["cond_jaxpr"], [*given[:n], *carry])
+                test = self._of(params["cond_jaxpr"], *given[:n], *carry)
                 return self._decided(equation, carry, _needs(test))
             case "cond":
-                branches = [self._of(b, given[1:]) for b in params["branches"]]
+                branches = [self._of(b, *given[1:]) for b in params["branches"]]
                 found = [_either(*facts) for facts in zip(*branches, strict=True)]
                 return self._decided(equation, found, given[0].needs)
         inner = [*_jaxprs_in(equation)]
         sizes = len(equation.invars), len(equation.outvars)
         for jaxpr in inner:
             if (len(jaxpr.in_avals), len(jaxpr.out_avals)) == sizes:
-                return self._of(jaxpr, given)  # of `jit`, `checkpoint`, …
+                return self._of(jaxpr, *given)  # of `jit`, `checkpoint`, …
         needs = _needs(given)
         for jaxpr in inner:
             unknown = [Fact(NEW, needs)] * len(jaxpr.in_avals)
-            needs |= _needs(self._of(jaxpr, unknown))
+            needs |= _needs(self._of(jaxpr, *unknown))
         values, more = self._values(equation, [x.value for x in given])
         if equation.effects:
             self.needed |= needs | more
@@ -142,13 +145,13 @@ class Dataflow:
         self, body: ClosedJaxpr, consts: list[Fact], carry: list[Fact], xs: list[Fact]
     ) -> tuple[list[Fact], list[Fact]]:
         """The carry and the other outputs of a loop, equal in all of its steps."""
-        out = self._of(body, [*consts, *carry, *xs])
+        out = self._of(body, *consts, *carry, *xs)
         while True:
             both = [*map(_either, carry, out)]  # `out` is longer
             if both == carry:
                 return carry, out[len(carry) :]
             carry = both
-            again = self._of(body, [*consts, *carry, *xs])
+            again = self._of(body, *consts, *carry, *xs)
             out = [*map(_either, out, again)]
 
     def _values(
