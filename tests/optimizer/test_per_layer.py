@@ -530,6 +530,11 @@ def test_whole_arrays_of_a_stack_are_an_error(name):
     es.Optimizer(tx).init(listed())
 
 
+def test_a_model_that_is_a_stack_is_named_without_a_path():
+    with pytest.raises(ValueError, match=r"`es\.nn\.Stacked` that it trains"):
+        es.Optimizer(LAMB).init(stacked().blocks)
+
+
 def outside(params):
     return es.mask(params, es.path_matches("head"))
 

@@ -71,10 +71,11 @@ def check_stacks(tx: Any, params: PyTree) -> None:
 
 
 def _stack_in(params: PyTree) -> str | None:
-    """The name of a stack that contains one of the arrays; `None` if there is none."""
+    """Where a stack is that contains one of the arrays; `None` if there is none."""
     for visit in leaves(params):
         if stacks := visit.context.stacks:
-            return name_of(visit.path[: stacks[-1][0]])
+            name = name_of(visit.path[: stacks[-1][0]])
+            return f"at `{name}`" if name else "that it trains"
     return None
 
 
@@ -120,8 +121,8 @@ _LOOKS: Final = "`{}` looks at whole arrays"
 
 _MASK: Final = "the mask `{}` has different values for the arrays of one layer"
 
-_PER_LAYER: Final = """`es.Optimizer`: {0}, and to optax the `es.nn.Stacked` at `{1}` \
-is one array for all of its layers. Apply it to each layer, as in a list: \
+_PER_LAYER: Final = """`es.Optimizer`: {0}, and to optax the `es.nn.Stacked` {1} is \
+one array for all of its layers. Apply it to each layer, as in a list: \
 `es.per_layer(tx)`. What looks across arrays stays outside: \
 `optax.chain(optax.clip_by_global_norm(1.0), es.per_layer(tx))`. If whole stacks are \
 meant: `es.Optimizer(tx, stacks="arrays")`."""
