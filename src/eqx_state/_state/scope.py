@@ -137,7 +137,7 @@ class Scope:
         # at once instead of by the garbage collector.
         self.written.clear()
         self.traversals.clear()
-        del _OPEN[id(self)]
+        _OPEN.pop(id(self), None)
 
     def inner(self) -> Self:
         """A scope like this one, for the trace of a transform inside it."""
