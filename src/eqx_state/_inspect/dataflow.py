@@ -108,7 +108,9 @@ class Dataflow:
                 m = n + params["num_carry"]
                 xs = [x._replace(value=_slice(x.value)) for x in given[m:]]
                 carry, ys = self._loop(params["jaxpr"], given[:n], given[n:m], xs)
-                return [*carry, *(y._replace(value=_stacked(y.value)) for y in ys)]
+                # JAX itself takes what comes out as it went in out of the loop.
+                stacked = [y if y.value == ZERO else Fact(NEW, y.needs) for y in ys]
+                return [*carry, *stacked]
             case "while":
                 n, m = params["cond_nconsts"], params["body_nconsts"]
                 consts, first = given[n : n + m], given[n + m :]
@@ -250,13 +252,6 @@ def _may_change(x: Value) -> bool:
 def _slice(x: Value) -> Value:
     """What a step of a loop gets of a value."""
     return x if x in (NEW, ZERO) else Value("slice", x)
-
-
-def _stacked(x: Value) -> Value:
-    """What is known about the values of all steps together."""
-    if x.what == "slice":
-        return x.of
-    return x if x == ZERO else NEW
 
 
 def _whole(x: Value) -> Value:
