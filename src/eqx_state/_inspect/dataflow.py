@@ -104,10 +104,12 @@ class Dataflow:
         params = equation.params
         match equation.primitive.name:
             case "scan":
-                n = params["num_consts"]
-                m = n + params["num_carry"]
+                # The parameters that say this differ between versions of JAX.
+                body, outs = params["jaxpr"], equation.outvars
+                m = len(given) - _stacked(equation.invars, body.in_avals)
+                n = m - (len(outs) - _stacked(outs, body.out_avals))
                 xs = [x._replace(value=_slice(x.value)) for x in given[m:]]
-                carry, ys = self._loop(params["jaxpr"], given[:n], given[n:m], xs)
+                carry, ys = self._loop(body, given[:n], given[n:m], xs)
                 # JAX itself takes what comes out as it went in out of the loop.
                 stacked = [y if y.value == ZERO else Fact(NEW, y.needs) for y in ys]
                 return [*carry, *stacked]
@@ -247,6 +249,12 @@ def _is_key(x: Any) -> bool:
 def _may_change(x: Value) -> bool:
     """Whether a value may differ in the next step."""
     return x not in (ZERO, LITERAL) and x.what != "constant"
+
+
+def _stacked(outside: list[Any], inside: list[Any]) -> int:
+    """How many arrays of a scan have one axis more than its body sees."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(x.aval.ndim > aval.ndim for x, aval in pairs)
 
 
 def _slice(x: Value) -> Value:
