@@ -49,8 +49,8 @@ jax.config.update("jax_disable_most_optimizations", True)
 # Without the user's frames in the compiled program, tracing is faster, too.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
-# For `JAX_COMPILATION_CACHE_DIR`: keep small programs, too. Programs that differ only in
-# the names that a profiler shows are different programs.
+# For `JAX_COMPILATION_CACHE_DIR`: keep small programs, too. Programs that differ only
+# in the names that a profiler shows are different programs.
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
