@@ -220,6 +220,15 @@ def test_averages_are_accumulated_in_float32(dtype):
 # --- As a pytree ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32])
+def test_an_average_that_was_converted_to_a_narrower_dtype_is_an_error(dtype):
+    model = {"w": jnp.zeros(1)}
+    ema = es.Ema(0.9).init(model)
+    ema = eqx.tree_at(lambda e: e.means, ema, {"w": jnp.zeros(1, dtype)})
+    with pytest.raises(ValueError, match=r"`\['w'\]` is `f32\[1\]`, but its average"):
+        ema.update(model)
+
+
 def test_an_average_is_constant_wherever_it_is_stored():
     ema = averaged(es.Ema(0.5), NETS[:2])
     assert {part.kind for part in es.parts(ema)} == {es.Buffer}

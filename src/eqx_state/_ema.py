@@ -162,7 +162,7 @@ class Ema(AbstractPerParameter):
             x = visit.node
             if was is not None and x is None and now is None:
                 raise ValueError(_LACKS.format(visit.name))
-            if _form(x) != _form(old):
+            if _form_of_average(x) != _form(old):
                 raise ValueError(_OTHER.format(visit.name, show(x), show(old)))
             if x is not None:
                 new.append(_mean(old, jnp.asarray(x, old.dtype), share))
@@ -217,6 +217,10 @@ def _dtypes_of(params: PyTree) -> tuple[Any, ...]:
 
 
 def _form(x: Any) -> tuple[Any, ...] | None:
+    return None if x is None else (x.shape, x.dtype)
+
+
+def _form_of_average(x: Any) -> tuple[Any, ...] | None:
     return None if x is None else (x.shape, _wide(x.dtype))
 
 

@@ -1,5 +1,7 @@
 """`es.tabulate`: rows, sizes, and the inputs and outputs of calls."""
 
+import io
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -96,6 +98,13 @@ def test_nothing_is_cut_or_colored(monkeypatch):
         assert "a" * 300 in paths
         assert "[red]b[/]" in paths
         assert max(map(len, lines)) <= width
+
+
+def test_the_lines_do_not_depend_on_the_encoding_of_the_terminal(monkeypatch):
+    text = es.tabulate(eqx.nn.Linear(2, 2, key=jr.key(0)))
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert es.tabulate(eqx.nn.Linear(2, 2, key=jr.key(0))) == text
 
 
 def test_modes_are_marked():

@@ -1,6 +1,8 @@
 """`es.Optimizer`, against hand-written optax loops."""
 
 import dataclasses
+import gc
+import weakref
 
 import equinox as eqx
 import jax
@@ -568,6 +570,34 @@ def test_keys_that_a_filter_selects_are_not_trained():
     (_, net), grads = grad(net, jnp.ones(3))
     new, _ = optimizer.update(grads, net)
     assert (new.head[0].bias != net.head[0].bias).all()
+
+
+def test_a_transformation_may_be_an_equinox_module():
+    class Descent(eqx.Module):
+        rate: float
+
+        def init(self, params):
+            return ()
+
+        def update(self, updates, state, params=None):
+            return jax.tree.map(lambda g: -self.rate * g, updates), state
+
+    model = {"w": jnp.ones(2)}
+    for tx in (Descent(0.5), {...: Descent(0.5)}):
+        new, _ = es.Optimizer(tx).init(model).update(model, model)
+        assert (new["w"] == 0.5).all()
+
+
+def test_an_optimizer_does_not_keep_the_leaves_of_a_model_alive():
+    class Tokenizer: ...
+
+    model = {"w": jnp.ones(2), "tokens": Tokenizer()}
+    kept = weakref.ref(model["tokens"])
+    optimizer = es.Optimizer(optax.sgd(0.1)).init(model)
+    del model
+    gc.collect()
+    assert kept() is None
+    assert optimizer.opt_state is not None
 
 
 def test_something_else_than_the_model_is_an_error():

@@ -485,6 +485,20 @@ def test_nested_stacks_keep_their_counts():
 
 # --- The error without `es.per_layer`
 
+
+class OwnDict(dict): ...
+
+
+class OwnList(list): ...
+
+
+def own(container):
+    """A transformation that looks up another one in a container."""
+    return optax.GradientTransformation(
+        lambda params: (), lambda updates, state, params=None: container
+    )
+
+
 REFUSED = {
     "alone": (LAMB, "scale_by_trust_ratio"),
     "adafactor": (TXS["adafactor"], "scale_by_factored_rms"),
@@ -508,6 +522,8 @@ REFUSED = {
         ),
         "scale_by_trust_ratio",
     ),
+    "own dict": (own(OwnDict(tx=LAMB)), "scale_by_trust_ratio"),
+    "own list": (own(OwnList([LAMB])), "scale_by_trust_ratio"),
     "partial": (
         optax.GradientTransformation(LAMB.init, ft.partial(LAMB.update)),
         "scale_by_trust_ratio",

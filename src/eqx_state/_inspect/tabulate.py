@@ -1,6 +1,7 @@
 """`es.tabulate`: a model as a table: a row for each module, a column for each kind."""
 
 import dataclasses
+import io
 import math
 import re
 import shutil
@@ -352,7 +353,7 @@ def _render(headers: list[str], *rows: list[str]) -> str:
         table.add_row(*map(Text, row))  # not `str`: `[0]` would be markup
     plain = dict.fromkeys(("force_terminal", "force_jupyter", "legacy_windows"), False)
     width = shutil.get_terminal_size().columns
-    console = Console(width=width, color_system=None, **plain)
-    with console.capture() as text:
-        console.print(table)
-    return re.sub(" +$", "", text.get(), flags=re.MULTILINE)
+    # A file of its own, or the encoding of `sys.stdout` would decide on the lines.
+    text = io.StringIO()
+    Console(file=text, width=width, color_system=None, **plain).print(table)
+    return re.sub(" +$", "", text.getvalue(), flags=re.MULTILINE)

@@ -12,7 +12,7 @@ from .._tree.walk import is_array
 from .._typing import P, R
 from .call import bind, cache_key_of, JitCall
 from .options import Donate, Options
-from .programs import Program, programs_of
+from .programs import programs_of
 
 
 _Q = ParamSpec("_Q")
@@ -57,7 +57,7 @@ class _Jit(Transform):
 class _Stage:
     """A lowered or compiled program, with all attributes of JAX's own object for it."""
 
-    def __init__(self, stage: Any, f: Any, program: Program):
+    def __init__(self, stage: Any, f: Any, program: Any):
         self._stage, self._f, self._program = stage, f, program
 
     def __getattr__(self, name: str) -> Any:

@@ -12,6 +12,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import optax
 
+from .._tree.base import is_module
 from .._tree.keys import is_key, key_at, num_key_axes
 from .._tree.parts import check_has_axes, in_a_layer, is_in_a_layer
 from .._tree.walk import leaves, name_of
@@ -185,9 +186,9 @@ def per_layer(
 
 
 def is_transformation(x: Any) -> bool:
-    """Whether `x` is a transformation, and not a model or a class."""
+    """Whether `x` is a transformation, and not an `es.Module` or a class."""
     is_tx = hasattr(x, "init") and hasattr(x, "update")
-    return is_tx and not isinstance(x, (type, eqx.Module))
+    return is_tx and not isinstance(x, type) and not is_module(x)
 
 
 def _is_users_function(x: Any) -> bool:

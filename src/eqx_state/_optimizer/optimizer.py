@@ -22,7 +22,7 @@ from .._tree.keys import copied
 from .._tree.parts import is_inexact
 from .._tree.rules import check_rules, misplaced, nothing_selected
 from .._tree.select import filter, replace, update
-from .._tree.walk import abstract
+from .._tree.walk import abstract, is_array
 from .._typing import PyTree, Tree
 from .checks import (
     check_no_lookahead,
@@ -178,12 +178,15 @@ class Optimizer(AbstractPerParameter):
             check_stacks(tx, params)
         opt_state = _own(tx.init(params))
         check_no_lookahead(opt_state)  # of a model that is not a pair
+        values, structure = jtu.tree_flatten(model)
+        # No other leaves: the optimizer must not keep objects of the user alive.
+        shapes = tuple(abstract(x) if is_array(x) else None for x in values)
         made = _MadeFor(
             jtu.tree_structure(selected),
             labels,
             shapes_of(params),
             jtu.tree_structure(opt_state),
-            (jtu.tree_structure(model), tuple(map(abstract, jtu.tree_leaves(model)))),
+            (structure, shapes),
         )
         return replace(self, opt_state=opt_state, _made_for=made)
 

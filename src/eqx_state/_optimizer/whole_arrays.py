@@ -66,6 +66,10 @@ def check_stacks(tx: Any, params: PyTree) -> None:
             todo.append(inside["inner_factory"](**values))
         else:
             todo += captured(x)
+            if isinstance(x, Mapping):  # also of a user's class, as the following
+                todo += x.values()
+            elif isinstance(x, (list, tuple)):
+                todo += x
             if hasattr(x, "init") and hasattr(x, "update"):  # as `optax.MultiSteps`
                 todo += getattr(x, "__dict__", {}).values()
 
