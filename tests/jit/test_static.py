@@ -458,6 +458,20 @@ def test_functions_and_objects_that_equal_only_themselves_stay_the_same():
     assert len(traces) == 1
 
 
+def test_a_dataclass_with_the_equality_of_a_string_is_copied():
+    @dataclasses.dataclass(eq=False)
+    class Tag(str):
+        extra: list
+
+        def __new__(cls, extra):
+            return super().__new__(cls, "tag")
+
+    held, jitted = Holder([X] * 9, Tag([1])), es.jit(lambda x: x)
+    a, b = jitted(held), jitted(held)
+    a.value.extra.append(2)
+    assert held.value.extra == b.value.extra == jitted(held).value.extra == [1]
+
+
 @warns_of_arrays
 def test_equal_arrays_of_numpy_share_a_program():
     jitted, traces = counted(lambda layer, x: float(layer.tag.sum()) * x)

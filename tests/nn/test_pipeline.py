@@ -162,8 +162,9 @@ CASES = {
     "train": (STAGES, make),
     "a mesh with one more axis": (BOTH, make),
     "eval": (STAGES, lambda: make().eval()),
-    "remat": (STAGES, lambda: es.configure(make(), checkpoint=True)),
 }
+if jax.__version_info__ >= (0, 10):  # JAX 0.8 raises an `AssertionError`
+    CASES["remat"] = STAGES, lambda: es.configure(make(), checkpoint=True)
 
 
 @pytest.mark.parametrize(("mesh", "make"), CASES.values(), ids=CASES)

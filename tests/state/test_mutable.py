@@ -3,6 +3,7 @@
 import functools as ft
 import gc
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 
@@ -160,6 +161,24 @@ def test_a_model_that_only_a_partial_binds_is_an_error(name):
 
 
 # --- A wrapper is a pytree ----------------------------------------------------------
+
+
+def test_a_model_may_be_the_function_of_a_bound_method():
+    class Cell(es.Module):
+        calls: es.State = 0
+
+        def __call__(self, *args):
+            self.calls = self.calls + 1
+            return args
+
+    for f, expected in (
+        (types.MethodType(Cell(), 3.0), (3.0, 5.0)),
+        (types.MethodType(ft.partial(Cell(), 2.0), 3.0), (2.0, 3.0, 5.0)),
+        (types.MethodType(es.jit(Cell()), 3.0), (3.0, 5.0)),
+    ):
+        out, new = es.mutable(f)(5.0)
+        assert out == expected
+        assert new.calls == 1
 
 
 def test_wrapper_is_a_pytree_of_the_model():

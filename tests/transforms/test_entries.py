@@ -136,6 +136,11 @@ def test_a_module_that_the_function_returns_has_the_entry():
     ):
         new, _ = transform(lambda m, x: (m, [m(0 * X), x][1]))(Stats(), XS)
         assert new.stats == {"max": 0}
+    # Also if the container has modules in it, and the entry is none.
+    for entry in (None, jax.tree_util.Partial(jnp.add, X), Stats()):
+        grown = es.jit(lambda m, e: [m.layers[0].append(e), m][1])
+        new = grown(Layers(([Stats()],)), entry)
+        assert len(new.layers[0]) == 2
     # A dict outside of modules is Python's.
     assert es.jit(lambda d, x: [d.update(x=x), d["x"]][1])({}, X) == 1
 

@@ -126,7 +126,7 @@ def _recipe(module: Any, origin: Any) -> Recipe | None:
     leaves, treedef = jtu.tree_flatten(module)
     nodes, statics = key_of_treedef(treedef), form_of(module).static
     is_plain = all(x is LEAF or issubclass(x[0], _ORDINARY) for x in nodes)
-    is_plain &= all(map(is_fixed, statics))
+    is_plain &= all(is_fixed(x) and not can_change(x) for x in statics)
     is_plain &= all(x is not origin for x in statics)
     if not is_plain or sum(x is SLOT for x in leaves) < _FEW:
         return None

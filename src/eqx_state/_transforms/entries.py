@@ -17,7 +17,6 @@ from .._state.scope import is_owned
 from .._tree.base import dynamic_names, INFERENCE
 from .._tree.compare import identical
 from .._tree.unbuilt import fields_of
-from .._tree.walk import all_modules
 from .reach import is_model
 
 
@@ -77,10 +76,13 @@ def check_unchanged(before: list[Contents], out: Any) -> None:
         now, new_structure = _flat(container)
         if new_structure == structure and identical(now, leaves):
             continue
-        given_back = {id(x) for x in (*all_modules(out), *jtu.tree_leaves(out))}
+        nodes: list[Any] = []
+        jtu.tree_leaves(out, is_leaf=nodes.append)
+        given_back = set(map(id, nodes))
         if module is None:
             known = given_back.union(map(id, leaves))
-            if any(id(x) not in known for x in now):
+            is_lost = id(container) not in given_back
+            if is_lost and any(id(x) not in known for x in now):
                 raise FrozenInstanceError(_ENTRY.format(type(container).__name__))
         elif id(module) not in given_back:
             code = _DICT if isinstance(container, Mapping) else _LIST

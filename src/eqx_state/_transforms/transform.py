@@ -170,6 +170,8 @@ def with_inner(f: Any, inner: Any) -> Any:
     """The same transform or partial, of a different callable."""
     if isinstance(f, Transform):
         return f.of(inner)
+    if is_bound_method(f):  # of a model or a partial, to an object that is no module
+        return types.MethodType(inner, f.__self__)
     return type(f)(inner, *f.args, **f.keywords)
 
 
