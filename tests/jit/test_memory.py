@@ -199,7 +199,13 @@ GOING = [
     callable_object,
     method,
     method_of_equal_objects,
-    method_of_a_module,
+    pytest.param(
+        method_of_a_module,
+        marks=pytest.mark.skipif(
+            tuple(map(int, eqx.__version__.split("."))) < (0, 13, 3),
+            reason="in Equinox 0.13.2, the static data of a method are nested deeper",
+        ),
+    ),
 ]
 
 
