@@ -11,7 +11,7 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
-from helpers import untouched
+from helpers import reuses_keys, untouched
 from jax.sharding import Mesh, PartitionSpec as P
 
 import eqx_state as es
@@ -314,6 +314,7 @@ def test_lanes_that_fold_a_counter_into_their_keys():
     assert audit(es.mutable(es.vmap(Counted(KEY))), XS) == []
 
 
+@reuses_keys
 def test_two_equal_keys():
     layers = [es.nn.Dropout(0.5, key=KEY), es.nn.Dropout(0.5, key=KEY)]
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
@@ -410,6 +411,7 @@ def test_plain_jax_and_optax(make_state):
     assert name.endswith("['unused']")
 
 
+@reuses_keys
 def test_equinox_and_optax():
     tx = optax.adam(0.1)
 
@@ -507,6 +509,7 @@ class Trainer:
         return self.table @ x
 
 
+@reuses_keys
 def test_large_arrays_that_the_step_closes_over():
     linear, small, x = eqx.nn.Linear(40, 40, key=KEY), jnp.ones(40), jnp.ones(40)
     square = optax.l2_loss
@@ -560,6 +563,7 @@ def test_python_numbers_among_the_arguments_of_a_compiled_step():
 # --- What an audit leaves as it was ---------------------------------------------------
 
 
+@reuses_keys
 @pytest.mark.parametrize("jit", [es.jit, eqx.filter_jit])
 def test_programs_have_no_marks(jit):
     traces = []
@@ -708,3 +712,12 @@ def test_init_in_a_step():
         return es.mutable(model)(x)
 
     assert audit(step, X) == []
+
+
+def test_the_check_for_reused_keys_does_not_see_the_marks():
+    def step(model, x):
+        return es.mutable(model)(x)[0]
+
+    expected = audit(step, make(), X)
+    with jax.debug_key_reuse(True):
+        assert audit(step, make(), X) == expected != []

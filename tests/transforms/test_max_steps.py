@@ -123,6 +123,7 @@ def test_the_hessian_but_no_forward_mode():
         es.jvp(f, (x,), (1.0,))
 
 
+@reuses_keys
 def test_a_carry_of_keys_alone():
     def body(key):
         return jr.split(key)[0]
