@@ -59,18 +59,6 @@ def writes_lane(w: Writer, ctx: Context) -> Fault:
     return [f"{node.text}.s = mix(0.5, x)"], ((ValueError,), r"s`")
 
 
-def writes_in_gradient(w: Writer, ctx: Context) -> Fault:
-    nodes = [
-        n
-        for n in ctx.readable()
-        if n.is_owned and n.grads < ctx.grads and n.spec.cls in COUNTERS
-    ]
-    if not nodes:
-        return NO_FAULT
-    text = w.pick(nodes).text
-    return [f"{text}.n = {text}.n + 1"], ((es.TraceError,), r"n`")
-
-
 def writes_buffer(w: Writer, ctx: Context) -> Fault:
     if (node := _of(w, ctx, Tally)) is None or node.has_buffers:
         return NO_FAULT
@@ -212,7 +200,6 @@ FAULTS = (
     writes_shape,
     writes_too_big,
     writes_lane,
-    writes_in_gradient,
     writes_frozen,
     plain_transform,
     hides_in_object,

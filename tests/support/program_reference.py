@@ -204,6 +204,8 @@ class Reference:
             model, call = target(f, args, kwargs)
             num, grads = len(parameters(model)), []
             mark = len(self.live)
+            before = [(x, dict(x.__dict__)) for x in self.live]
+            sown = [(scope, len(scope.sown)) for scope in self.captures]
             for i in range(num):
                 losses = []
                 for by in (-EPS, EPS):
@@ -212,6 +214,10 @@ class Reference:
                     )
                     losses.append(out[0] if has_aux else out)
                     del self.live[mark:]
+                    for x, fields in before:  # a closure may have written them
+                        x.__dict__.update(fields)
+                    for scope, length in sown:
+                        del scope.sown[length:]
                 grads.append((losses[1] - losses[0]) / (2 * EPS))
             out = self._thread(f, args, kwargs, reports=True)[:2]
             return out, self._like(model, grads)
@@ -432,9 +438,9 @@ class Reference:
     ) -> list[tuple[Object, str]]:
         """The keys of which each lane gets its own: their module and field.
 
-        For an owned module in the arguments, `None` means the same as for a module in
-        the closure, and rules say it for `es.Rng`. A module that no scope owns is a
-        constant, except for rules.
+        For a module in the arguments, `None` means the same as for an owned module in
+        the closure, and rules say it for `es.Rng`. Any other module in the closure is a
+        constant.
         """
         axis_of = {id(x): 0 for x in inside}
         for arg, axis in zip(args, axes, strict=True):
@@ -444,7 +450,7 @@ class Reference:
             axis = axis_of.get(id(x))
             if isinstance(axis, dict):
                 return name != "rng" or axis[self.Rng] is self.SPLIT
-            return axis is None and _is_owned(x)
+            return axis is None and (id(x) in axis_of or _is_owned(x))
 
         keyed = [x for x in self.live if type(x) is KEYED]
         return [(x, name) for x in keyed for name in KEYS if is_split(x, name)]

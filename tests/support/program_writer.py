@@ -118,7 +118,7 @@ class Context:
         return (
             node.is_owned
             and not node.is_given
-            and node.grads == self.grads
+            and node.grads <= self.grads  # a gradient is a lifted transform
             and node.write_level >= self.min_level
         )
 
