@@ -25,7 +25,7 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TYPE_CHECKING, TypeAlias
 
 import equinox as eqx
@@ -35,7 +35,7 @@ import jax.core
 import jax.numpy as jnp
 import jaxtyping
 from jax._src.traceback_util import api_boundary, register_exclusion
-from jax.extend.core import Jaxpr as Jaxpr, Literal as Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal as Literal
 
 
 try:
@@ -335,14 +335,17 @@ def jaxpr_of(jitted: Any, *args: Any) -> Any:
     return jitted.trace(*args).jaxpr if has_program else None
 
 
-def params_of(equation: Any) -> list[Any]:
-    """The parameters of an equation."""
-    values = list(equation.params.values())
+def jaxprs_in(equation: Any) -> Iterator[Any]:
+    """Every jaxpr among the parameters of an equation, also in tuples and lists."""
+    todo = [*equation.params.values()]
     # JAX >= 0.12: a primitive may be an object with its own parameters.
-    own = [getattr(x, "params", None) for x in values]
-    return values + [
-        x for params in own if type(params) is dict for x in params.values()
-    ]
+    own = [getattr(x, "params", None) for x in todo]
+    todo += [x for params in own if type(params) is dict for x in params.values()]
+    for x in todo:  # it grows
+        if isinstance(x, (tuple, list)):
+            todo.extend(x)
+        elif isinstance(x, (Jaxpr, ClosedJaxpr)):
+            yield x
 
 
 def failed_check(error: BaseException | None) -> tuple[str, str] | None:

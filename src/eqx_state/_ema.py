@@ -162,7 +162,8 @@ class Ema(AbstractPerParameter):
             x = visit.node
             if was is not None and x is None and now is None:
                 raise ValueError(_LACKS.format(visit.name))
-            if _form_of_average(x) != _form(old):
+            expected = None if x is None else (x.shape, _wide(x.dtype))
+            if expected != (None if old is None else (old.shape, old.dtype)):
                 raise ValueError(_OTHER.format(visit.name, show(x), show(old)))
             if x is not None:
                 new.append(_mean(old, jnp.asarray(x, old.dtype), share))
@@ -214,14 +215,6 @@ def _joined(rest: PyTree, means: PyTree) -> PyTree:
 
 def _dtypes_of(params: PyTree) -> tuple[Any, ...]:
     return tuple(x.dtype for x in jtu.tree_leaves(params))
-
-
-def _form(x: Any) -> tuple[Any, ...] | None:
-    return None if x is None else (x.shape, x.dtype)
-
-
-def _form_of_average(x: Any) -> tuple[Any, ...] | None:
-    return None if x is None else (x.shape, _wide(x.dtype))
 
 
 def _wide(dtype: Any) -> Any:

@@ -5,14 +5,13 @@ output of an equation that it does not know is new, and needs all inputs.
 """
 
 import functools as ft
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import jax
-import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from .._compat import params_of
+from .._compat import jaxprs_in
 from .._state.marks import LEFT_OUT, NEW as WRITTEN, OLD as OVERWRITTEN
 
 
@@ -123,7 +122,7 @@ class Dataflow:
                 branches = [self._of(b, *given[1:]) for b in params["branches"]]
                 found = [_either(*facts) for facts in zip(*branches, strict=True)]
                 return self._decided(equation, found, given[0].needs)
-        inner = [*_jaxprs_in(equation)]
+        inner = [*jaxprs_in(equation)]
         sizes = len(equation.invars), len(equation.outvars)
         for jaxpr in inner:
             if (len(jaxpr.in_avals), len(jaxpr.out_avals)) == sizes:
@@ -228,12 +227,6 @@ def _owner(name: str, given: list[Value]) -> int | None:
 
 def _is_number(x: Value) -> bool:
     return x.what in ("number", "computed", "literal", "zero")
-
-
-def _jaxprs_in(equation: Any) -> Iterator[Any]:
-    """Every jaxpr among the parameters of an equation."""
-    is_jaxpr = lambda x: isinstance(x, (ClosedJaxpr, Jaxpr))  # noqa: E731
-    return filter(is_jaxpr, jtu.tree_leaves(params_of(equation), is_leaf=is_jaxpr))
 
 
 def _literal(x: Any) -> Value:

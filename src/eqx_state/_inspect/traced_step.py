@@ -129,8 +129,11 @@ class TracedStep:
         try:
             # `Marks` keeps tracers while JAX traces, and a mark uses a key once more,
             # which JAX's checks would report.
-            checks_off = jax.check_tracer_leaks(False), jax.debug_key_reuse(False)
-            with _CONTEXT(next(_NUMBERS)), checks_off[0], checks_off[1]:
+            with (
+                _CONTEXT(next(_NUMBERS)),
+                jax.check_tracer_leaks(False),
+                jax.debug_key_reuse(False),
+            ):
                 trace = jax.make_jaxpr(run, return_shape=True)
                 self._closed, out = trace(*flat)
         finally:

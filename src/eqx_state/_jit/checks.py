@@ -6,6 +6,7 @@ results are used. `es.jit` waits for a program that contains a callback, such as
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import jax
 import jax.core
 import jax.tree_util as jtu
 
-from .._compat import CALLBACK_LOGGER, failed_check, is_check, Jaxpr, params_of
+from .._compat import CALLBACK_LOGGER, failed_check, is_check, jaxprs_in
 
 
 # `debug_callback` is not among them: JAX may remove it.
@@ -31,15 +32,10 @@ def callbacks_in(jaxpr: Any) -> frozenset[str]:
     found, todo, seen = set(), [jaxpr], set()
     while todo:
         x = todo.pop()
-        if isinstance(x, (tuple, list)):
-            todo.extend(x)
-        elif isinstance(x, Jaxpr):
-            if id(x) not in seen:
-                seen.add(id(x))
-                found.update(equation.primitive.name for equation in x.eqns)
-                todo.extend(map(params_of, x.eqns))
-        elif hasattr(x, "jaxpr"):  # a closed jaxpr
-            todo.append(x.jaxpr)
+        if id(x) not in seen:
+            seen.add(id(x))
+            found.update(equation.primitive.name for equation in x.eqns)
+            todo.extend(itertools.chain.from_iterable(map(jaxprs_in, x.eqns)))
     return _CAN_RAISE & found
 
 
