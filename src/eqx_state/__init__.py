@@ -174,7 +174,7 @@ from ._transforms.loops import (
 )
 from ._transforms.mutable import mutable as mutable
 from ._transforms.vmap import vmap as vmap
-from ._tree.filters import (
+from ._tree.combinators import (
     all_of as all_of,
     any_of as any_of,
     inside as inside,
@@ -190,15 +190,17 @@ from ._tree.modes import (
     train as train,
     unfreeze as unfreeze,
 )
+from ._tree.modules import (
+    configure as configure,
+    map_modules as map_modules,
+    modules as modules,
+)
 from ._tree.parts import Part as Part, parts as parts
 from ._tree.rules import spec as spec
 from ._tree.select import (
-    configure as configure,
     filter as filter,
     map as map,
-    map_modules as map_modules,
     mask as mask,
-    modules as modules,
     partition as partition,
     update as update,
 )

@@ -19,9 +19,10 @@ from ._tree.compare import is_hole, leaves_like
 from ._tree.filters import check_filter, Filter
 from ._tree.followers import AbstractPerParameter
 from ._tree.keys import copied
+from ._tree.modules import replace
 from ._tree.parts import is_inexact
 from ._tree.rules import check_names, nothing_selected
-from ._tree.select import mask, replace
+from ._tree.select import mask
 from ._tree.walk import is_array, leaves
 from ._typing import PyTree
 

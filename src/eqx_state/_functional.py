@@ -6,14 +6,15 @@ from typing import Any, Final, TypeAlias
 
 import jax
 
-from ._io.state_dict import by_name, put, shown, state_dict
+from ._io.restore import by_name, put, shown
+from ._io.state_dict import state_dict
 from ._kinds.kinds import Parameter, State
 from ._state.lazy import check_ready
 from ._state.scope import Scope
 from ._transforms.mutable import run_on_copy
 from ._transforms.transform import is_bound_method
+from ._tree.combinators import not_
 from ._tree.dtypes import to_strong
-from ._tree.filters import not_
 from ._tree.walk import abstract, is_array
 from ._typing import PyTree
 

@@ -11,9 +11,9 @@ from ._kinds.kinds import Rng, State
 from ._state.lazy import check_ready
 from ._state.scope import Scope
 from ._transforms.mutable import run_on_copy
+from ._tree.combinators import not_, trainable
 from ._tree.compare import is_hole
 from ._tree.dtypes import to_strong
-from ._tree.filters import not_, trainable
 from ._tree.keys import reseed
 from ._tree.modes import train
 from ._tree.parts import parts

@@ -19,9 +19,9 @@ from .._transforms.mutable import run_on_copy
 from .._transforms.target import Argnums, as_argnums, target
 from .._transforms.transform import Transform, without_partials, wrap
 from .._tree.base import is_eqx_module
+from .._tree.combinators import compiled_glob
 from .._tree.dtypes import fit_leaf, NUMBERS, same_type
-from .._tree.filters import compiled_glob
-from .._tree.select import modules
+from .._tree.modules import modules
 from .._typing import P, PyTree, R
 
 

@@ -22,7 +22,8 @@ from .._transforms.mutable import run_on_copy
 from .._transforms.target import target
 from .._transforms.transform import method_as_pytree, receiver
 from .._tree.base import has_inference, is_eqx_module, is_module
-from .._tree.filters import bind, trainable
+from .._tree.combinators import trainable
+from .._tree.filters import bind
 from .._tree.modes import eval
 from .._tree.parts import parts
 from .._tree.walk import abstract, is_array, name_of, Visit, walk

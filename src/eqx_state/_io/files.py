@@ -30,7 +30,7 @@ from .reading import (
     VERSION,
     whole_of,
 )
-from .state_dict import by_name, restore, select, shown
+from .restore import by_name, restore, select, shown
 
 
 def save(

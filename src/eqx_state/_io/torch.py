@@ -18,16 +18,8 @@ from .._typing import KeyPath, Tree
 from ..nn._batch_norm import BatchNorm
 from ..nn._stateful import Stateful
 from .reading import placed_like, shape_of, whole_of
-from .state_dict import (
-    by_name,
-    complain,
-    differences,
-    plain,
-    put,
-    Rename,
-    renaming,
-    shown,
-)
+from .restore import by_name, complain, differences, plain, put, shown
+from .state_dict import Rename, renaming
 
 
 _Shape: TypeAlias = tuple[int, ...]

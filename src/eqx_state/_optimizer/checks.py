@@ -13,8 +13,9 @@ import optax
 
 from .._errors import show
 from .._kinds.kinds import is_kind, kind_name, Parameter, State
+from .._tree.combinators import trainable
 from .._tree.compare import is_hole, leaves_like
-from .._tree.filters import Filter, filter_text, filters_in, trainable
+from .._tree.filters import Filter, filter_text, filters_in
 from .._tree.parts import parts
 from .._tree.rules import check_names
 from .._tree.select import filter

@@ -14,14 +14,16 @@ from .._kinds.kinds import OptState
 from .._state.lazy import check_not_a_class, check_ready
 from .._state.lost import warn_if_lost
 from .._state.marks import left_out, marked
+from .._tree.combinators import trainable
 from .._tree.compare import difference, same_modes
 from .._tree.dtypes import to_strong
-from .._tree.filters import check_filter, Filter, TO_TRAIN, trainable
+from .._tree.filters import check_filter, Filter, TO_TRAIN
 from .._tree.followers import AbstractPerParameter
 from .._tree.keys import copied
+from .._tree.modules import replace
 from .._tree.parts import is_inexact
 from .._tree.rules import check_rules, misplaced, nothing_selected
-from .._tree.select import filter, replace, update
+from .._tree.select import filter, update
 from .._tree.walk import abstract, is_array
 from .._typing import PyTree, Tree
 from .checks import (

@@ -22,7 +22,7 @@ from .._kinds.fields import (
     own_default,
 )
 from .._kinds.kinds import is_kind, kind_name
-from .._tree import modes, select
+from .._tree import modes, modules, select
 from .._tree.base import (
     BaseModule,
     FLAGS,
@@ -274,7 +274,7 @@ class Module(BaseModule):
         In a field that declares a kind, a number keeps the dtype of the array that it
         replaces, if that can hold it: `model.replace(count=0)`.
         """
-        return select.replace(self, **fields)
+        return modules.replace(self, **fields)
 
     def sow(self, name: str, value: Any) -> None:
         """Pass a value to `es.capture`, under this module's path and `name`.

@@ -18,9 +18,9 @@ from .base import (
 )
 from .compare import check_not_repeated
 from .context import children, ROOT
-from .filters import is_marker, marker, selected_nodes, Where
 from .unbuilt import fields_of
 from .walk import all_modules, copy_tree, is_array, leaves
+from .where import is_marker, marker, selected_nodes, Where
 
 
 def train(tree: Tree, mode: bool = True) -> Tree:

@@ -18,16 +18,14 @@ from .._errors import show
 from .._kinds import kinds
 from .._kinds.kinds import is_kind, Kind, OptState, Parameter
 from .._typing import PyTree, Tree
+from .combinators import globs_in, path_matches, useless_globs
 from .filters import (
     bind,
     bind_all,
     check_filter,
     Filter,
     filter_text,
-    globs_in,
-    path_matches,
     Predicate,
-    useless_globs,
 )
 from .followers import AbstractPerParameter, parameters_of
 from .parts import is_inexact, layers_of, Part, parts

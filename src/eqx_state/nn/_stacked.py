@@ -25,8 +25,8 @@ from .._transforms.loops import scan
 from .._tree.compare import check_not_repeated, difference
 from .._tree.dtypes import is_readable
 from .._tree.keys import is_key, is_typed, key_at, num_key_axes
+from .._tree.modules import replace
 from .._tree.parts import check_stack, slice_at, without_axis
-from .._tree.select import replace
 from .._tree.walk import is_array, is_numpy, leaves
 from .._typing import PyTree
 
