@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from helpers import rejects
+from helpers import leaks_on_purpose, rejects
 
 import eqx_state as es
 
@@ -396,6 +396,7 @@ def test_new_values_must_not_depend_on_traced_values(run):
         model.init(0, jnp.ones(3), call=run)
 
 
+@leaks_on_purpose
 def test_a_transform_that_raises_creates_nothing():
     class Shift(es.Module):
         first: es.State | None = None
