@@ -326,6 +326,9 @@ def test_two_equal_keys():
     assert audit(step, es.reseed(layers, 0), X) == []
     abstract = jax.eval_shape(lambda: layers)
     assert audit(step, abstract, X) == []
+    found = []
+    jax.jit(lambda x: found.extend(es.audit(step)(layers, x)))(X)
+    assert [(x.kind, x.name) for x in found] == [("equal keys", "model[1].rng")]
 
 
 # --- Trained and written --------------------------------------------------------------

@@ -202,10 +202,9 @@ def _equal_keys(step: TracedStep) -> Found:
         for visit in leaves(tree):
             if not visit.is_a(Rng) or not is_concrete(visit.node):
                 continue
-            data = jr.key_data(visit.node) if is_typed(visit.node) else visit.node
-            rows = [
-                row.tobytes() for row in np.asarray(data).reshape(-1, data.shape[-1])
-            ]
+            with jax.ensure_compile_time_eval():  # the audit may be in a trace itself
+                data = jr.key_data(visit.node) if is_typed(visit.node) else visit.node
+            rows = [*map(bytes, np.asarray(data).reshape(-1, data.shape[-1]))]
             name = f"{argument}{keystr(visit.path)}"
             if others := [known[row] for row in rows if row in known]:
                 yield name, _EQUAL.format(f"`{others[0]}`")
