@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
+from helpers import reuses_keys
 from misuse import Layer, Page, XS
 
 import eqx_state as es
@@ -22,6 +23,7 @@ PAGE = Page(messages=True)
 program = PAGE.program
 
 
+@reuses_keys  # otherwise JAX has a different error for a leaked value
 @pytest.mark.parametrize("title", PAGE.rows)
 def test_what_happens(title, net):
     PAGE.programs[title](net)
