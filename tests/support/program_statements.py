@@ -341,6 +341,10 @@ def scope(w: Writer, ctx: Context) -> Statement:
         y = f"{y}{pick.get(what, '[0]')}"
         y = f"weigh({y})" if what == "grad" else f"total({y})" if x != "x" else y
         return [*lines, f"x = mix(x, {y})"], ctx
+    wraps = w.pick(["{}", "{}", "es.jit({})", "es.checkpoint({})"])
+    has_buffers = w.chance(3)
+    tail = "(x, 2 * x)" if what == "value_and_grad" and w.chance(3) else "x"
+    run = w.pick(["{}", "{}", "es.jit({})"])
     root = Node(
         name,
         (name,),
@@ -348,23 +352,18 @@ def scope(w: Writer, ctx: Context) -> Statement:
         level=ctx.level,
         grads=ctx.grads + is_grad,
         loops=ctx.loops,
+        inside=ctx.inside + (is_grad or run != "{}"),
         is_owned=True,
+        has_buffers=has_buffers,
     )
-    wraps = w.pick(["{}", "{}", "es.jit({})", "es.checkpoint({})"])
-    inside = ctx.inside + (wraps != "{}")
-    has_buffers = w.chance(3)
-    root = dataclasses.replace(root, inside=ctx.inside, has_buffers=has_buffers)
-    axes = frozenset() if is_grad else ctx.axes
     outside = ctx.passing(node) if node.is_owned else ctx
     inner = outside.into(
         nodes=(*outside.nodes, *nodes_of(root)),
         grads=root.grads,
-        axes=axes,
+        axes=frozenset() if is_grad else ctx.axes,
         min_level=0,
-        inside=inside,
+        inside=root.inside + (wraps != "{}"),
     )
-    tail = "(x, 2 * x)" if what == "value_and_grad" and w.chance(3) else "x"
-    run = w.pick(["{}", "{}", "es.jit({})"])
     is_traced = is_grad or wraps != "{}" or run != "{}"
     lines, f = loss(w, outside, inner, name, tail, is_traced)
     f = wraps.format(f)
@@ -399,7 +398,9 @@ def scope(w: Writer, ctx: Context) -> Statement:
     if node.spec.cls in COUNTERS and node in ctx.writable() and w.chance(2):
         if node.write_level == ctx.level:
             return [*lines, f"{node.text}.n = {new}.n"], ctx
-    kept = dataclasses.replace(root, text=new, path=(new,), is_owned=False)
+    kept = dataclasses.replace(
+        root, text=new, path=(new,), inside=ctx.inside, is_owned=False
+    )
     return lines, dataclasses.replace(ctx, nodes=(*ctx.nodes, *nodes_of(kept)))
 
 
