@@ -20,12 +20,7 @@ from .._state.lost import note_written
 from .._state.scope import as_kinds, is_any_open, Kinds, Scope, Sown
 from .._state.sow import reporting
 from .._tree.combinators import trainable
-from .._tree.filters import (
-    bind_to_visits,
-    check_filter,
-    Filter,
-    TO_TRAIN,
-)
+from .._tree.filters import bind_to_visits, check_filter, Filter, TO_TRAIN
 from .._tree.parts import is_inexact
 from .._tree.rules import check_names, nothing_selected
 from .._typing import P, R

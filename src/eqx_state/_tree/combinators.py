@@ -10,7 +10,15 @@ import jax.tree_util as jtu
 from .._kinds.kinds import is_kind, Parameter
 from .._typing import KeyPath, PyTree
 from .compare import is_hole, structure_with_holes
-from .filters import bind, Combinator, Filter, filter_text, filters_in, Predicate
+from .filters import (
+    bind,
+    Combinator,
+    conjunction,
+    Filter,
+    filter_text,
+    filters_in,
+    Predicate,
+)
 from .parts import is_inexact, owners_of
 from .walk import is_array, leaves
 from .where import is_marker, marker, selected_nodes, Where
@@ -69,8 +77,7 @@ def all_of(*filters: Filter) -> Filter:
 
 
 def _all_of(tree: PyTree, *filters: Filter) -> Predicate:
-    predicates = [bind(f, tree) for f in filters]
-    return lambda part: all(p(part) for p in predicates)
+    return conjunction(filters, tree)
 
 
 def not_(filter: Filter) -> Filter:

@@ -68,7 +68,12 @@ def _of_layers(predicate: Predicate, filter: Filter) -> Predicate:
 
 def bind_all(filters: tuple[Filter, ...], tree: PyTree) -> Predicate:
     """The predicate of `es.filter`. Without filters: whether the array has a kind."""
-    predicates = [bind(f, tree) for f in filters or (TreePart,)]
+    return conjunction(filters or (TreePart,), tree)
+
+
+def conjunction(filters: Iterable[Filter], tree: PyTree) -> Predicate:
+    """Whether a part satisfies all filters; true if there are none."""
+    predicates = [bind(f, tree) for f in filters]
     return lambda part: all(p(part) for p in predicates)
 
 

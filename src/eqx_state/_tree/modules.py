@@ -8,13 +8,7 @@ import equinox as eqx
 
 from .._errors import public_name
 from .._typing import KeyPath, PyTree, Tree
-from .base import (
-    FROZEN_PATHS,
-    INFERENCE,
-    INIT_DONE,
-    is_eqx_module,
-    is_module,
-)
+from .base import FROZEN_PATHS, INFERENCE, INIT_DONE, is_eqx_module, is_module
 from .context import map_children
 from .dtypes import NUMBERS, strengthen_field
 from .parts import check_stack, without_axis
