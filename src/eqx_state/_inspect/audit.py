@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax
-import jax.random as jr
 import numpy as np
 
 from .._jit.jit import jit
@@ -14,7 +13,7 @@ from .._kinds.kinds import BatchStat, Rng
 from .._state.marks import NEW, OLD
 from .._transforms.transform import Transform, wrap
 from .._tree.base import is_module, keystr
-from .._tree.keys import is_typed
+from .._tree.keys import data_of
 from .._tree.walk import leaves
 from .._typing import P
 from .closure import wrappers
@@ -203,7 +202,7 @@ def _equal_keys(step: TracedStep) -> Found:
             if not visit.is_a(Rng) or not is_concrete(visit.node):
                 continue
             with jax.ensure_compile_time_eval():  # the audit may be in a trace itself
-                data = jr.key_data(visit.node) if is_typed(visit.node) else visit.node
+                data = data_of(visit.node)
             rows = [*map(bytes, np.asarray(data).reshape(-1, data.shape[-1]))]
             name = f"{argument}{keystr(visit.path)}"
             if others := [known[row] for row in rows if row in known]:

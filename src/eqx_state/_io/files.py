@@ -17,7 +17,7 @@ from .._errors import an
 from .._state.lazy import check_usable
 from .._tree.filters import Filter
 from .._tree.followers import recorded_models
-from .._tree.keys import is_typed
+from .._tree.keys import data_of, is_typed
 from .._tree.parts import LayerPart, slice_at
 from .._tree.rules import check_filters
 from .._typing import PyTree, Tree
@@ -292,7 +292,7 @@ def _why_not(x: Any) -> str | None:
 
 def _as_numpy(x: Any) -> np.ndarray[Any, Any]:
     # safetensors assumes C order.
-    return np.asarray(jr.key_data(x) if is_typed(x) else x, order="C")
+    return np.asarray(data_of(x), order="C")
 
 
 @contextlib.contextmanager

@@ -6,14 +6,13 @@ from typing import Any, Final, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import jax.tree_util as jtu
 
 from .._compat import boundary, manual_axes, while_loop as run_while
 from .._errors import show
 from .._state.init import created_error
 from .._tree.base import keystr
-from .._tree.keys import is_typed
+from .._tree.keys import data_of, wrapped_like
 from .._tree.walk import is_array
 from .carry import Loop
 from .creation import create_fields, created_arrays, is_init_running, run_once
@@ -268,13 +267,8 @@ def while_loop(
 
 def _error_if(tree: Any, failed: Any, message: str) -> Any:
     """`eqx.error_if`, which does not take typed keys."""
-    unwrapped = jtu.tree_map(lambda x: jr.key_data(x) if is_typed(x) else x, tree)
-    checked = eqx.error_if(unwrapped, failed, message)
-
-    def wrap(x: Any, old: Any) -> Any:
-        return jr.wrap_key_data(x, impl=jr.key_impl(old)) if is_typed(old) else x
-
-    return jtu.tree_map(wrap, checked, tree)
+    checked = eqx.error_if(jtu.tree_map(data_of, tree), failed, message)
+    return jtu.tree_map(wrapped_like, checked, tree)
 
 
 def _only_carry(carry: Any, ran: Ran) -> Any:

@@ -53,13 +53,23 @@ def key_at(key: Array, name: str) -> Array:
     return key
 
 
+def data_of(x: Any) -> Any:
+    """The data of a typed key; anything else unchanged."""
+    return jr.key_data(x) if is_typed(x) else x
+
+
+def wrapped_like(data: Any, x: Any) -> Any:
+    """The inverse of `data_of`: a typed key like `x` if `x` is one, else `data`."""
+    return jr.wrap_key_data(data, impl=jr.key_impl(x)) if is_typed(x) else data
+
+
 def clone(x: Any) -> Any:
     """`x`; if it is a typed key, one that `jax_debug_key_reuse` counts separately.
 
     JAX cannot differentiate `jax.random.clone`, and a key that a `jax.custom_vjp` has
     returned has a tangent.
     """
-    return jr.wrap_key_data(jr.key_data(x), impl=jr.key_impl(x)) if is_typed(x) else x
+    return wrapped_like(data_of(x), x)
 
 
 def copied(x: Any) -> Any:
@@ -131,6 +141,4 @@ def reseed(tree: Tree, key: Any) -> Tree:
 
 def _key_like(old: Array, key: Array) -> Array:
     """Keys derived from `key`, with the shape and the implementation of `old`."""
-    data = old if not is_typed(old) else jr.key_data(old)
-    bits = jr.bits(key, data.shape, jnp.uint32)
-    return jr.wrap_key_data(bits, impl=jr.key_impl(old)) if is_typed(old) else bits
+    return wrapped_like(jr.bits(key, data_of(old).shape, jnp.uint32), old)

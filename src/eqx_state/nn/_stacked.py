@@ -24,7 +24,7 @@ from .._transforms.checkpoint import checkpoint as remat
 from .._transforms.loops import scan
 from .._tree.compare import check_not_repeated, difference
 from .._tree.dtypes import is_readable
-from .._tree.keys import is_key, is_typed, key_at, num_key_axes
+from .._tree.keys import data_of, is_key, is_typed, key_at, num_key_axes
 from .._tree.modules import replace
 from .._tree.parts import check_stack, slice_at, without_axis
 from .._tree.walk import is_array, is_numpy, leaves
@@ -65,7 +65,7 @@ def _checked(stacked: PyTree, length: int) -> PyTree:
         x = visit.node
         is_drawn = visit.is_a(Rng) or visit.is_a(State) and is_typed(x)
         if is_drawn and is_readable(x):
-            data = np.asarray(jr.key_data(x) if is_typed(x) else x)
+            data = np.asarray(data_of(x))
             data = data.reshape(length, -1, data.shape[-1])
             for column in data.swapaxes(0, 1):  # a layer may have several keys
                 if len(np.unique(column, axis=0)) < length:
